@@ -1,0 +1,134 @@
+"""The vocabulary every room shares: what a request is, what a draft is, what was accepted, what can go wrong."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # torch is imported by the rooms that compute, never by `import eyas`
+    import torch
+
+
+class EyasError(Exception):
+    """Something failed, and the message says what, where, and what to do. The CLI exits with 1."""
+
+    exit_code = 1
+
+
+class UsageError(EyasError):
+    """The caller asked for something that cannot be: the CLI exits with 2."""
+
+    exit_code = 2
+
+
+class TargetError(EyasError):
+    """The target model cannot be loaded, or cannot do what EAGLE-3 needs of it."""
+
+
+class CheckpointError(EyasError):
+    """A drafter checkpoint is not what it says it is."""
+
+
+class RequestError(UsageError):
+    """One request cannot be served; others can."""
+
+
+class NonFiniteLogitsError(EyasError):
+    """The target produced NaN or infinite logits, so no token can be chosen."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop. Names and meanings are vLLM's.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. ``repetition_penalty`` counts prompt and
+    output; presence and frequency penalties count output only. The text depends on target, prompt and ``seed`` alone.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int = field(default_factory=lambda: secrets.randbits(63))
+    max_tokens: int = 256
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: none; n: the emitted token's and the n most likely ones'
+
+    def __post_init__(self) -> None:
+        checks = [
+            (self.temperature >= 0, f"temperature must be >= 0, got {self.temperature}"),
+            (self.top_k >= 0, f"top_k must be >= 0 (0 is off), got {self.top_k}"),
+            (0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}"),
+            (0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}"),
+            (self.repetition_penalty > 0, f"repetition_penalty must be > 0, got {self.repetition_penalty}"),
+            (abs(self.presence_penalty) <= 2, f"presence_penalty must be in [-2, 2], got {self.presence_penalty}"),
+            (abs(self.frequency_penalty) <= 2, f"frequency_penalty must be in [-2, 2], got {self.frequency_penalty}"),
+            (self.max_tokens >= 1, f"max_tokens must be >= 1, got {self.max_tokens}"),
+            (0 <= self.min_tokens <= self.max_tokens, f"min_tokens must be in [0, max_tokens], got {self.min_tokens}"),
+            (all(self.stop), "stop strings must not be empty"),
+            (self.logprobs is None or 0 <= self.logprobs <= 20, f"logprobs must be in [0, 20], got {self.logprobs}"),
+        ]
+        for fine, message in checks:
+            if not fine:  # NaN fails every comparison above, so it is caught here too
+                raise UsageError(message)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """SGLang's three numbers. ``num_draft_tokens`` counts the root; ``eagle_topk`` 1 is a chain."""
+
+    num_steps: int = 5
+    eagle_topk: int = 1
+    num_draft_tokens: int = 6
+
+    def __post_init__(self) -> None:
+        k, steps = self.eagle_topk, self.num_steps
+        if steps < 1 or k < 1:
+            raise UsageError(f"num_steps and eagle_topk must be >= 1, got {steps} and {k}")
+        most = 1 + k + (steps - 1) * k * k
+        least = steps + 1 if k == 1 else 2
+        if not least <= self.num_draft_tokens <= most:
+            raise UsageError(
+                f"num_draft_tokens must be in [{least}, {most}] for num_steps {steps} and eagle_topk {k} "
+                f"(it counts the root), got {self.num_draft_tokens}"
+            )
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to continue. ``images`` is the processor's output for multimodal targets (pixel tensors, grids, token types)."""
+
+    id: str
+    prompt_ids: Sequence[int]
+    sampling: SamplingParams
+    images: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Candidate continuations of one sequence as a tree. Node 0 is the root: the last emitted token."""
+
+    tokens: torch.Tensor  # int64 [N], target token ids
+    parents: tuple[int, ...]  # [N], parents[0] == -1, parents[i] < i
+    depths: tuple[int, ...]  # [N], depths[0] == 0
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What the target made of one draft: ``tokens`` are emitted, the last one is the bonus token."""
+
+    path: tuple[int, ...]  # node indices from the root to the last accepted node; always starts with 0
+    tokens: tuple[int, ...]  # len(path) tokens: the accepted draft tokens, then the bonus token
