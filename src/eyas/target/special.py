@@ -1,0 +1,56 @@
+"""Named exceptions: models whose own code reads positions from the cache or keeps request state on the model object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def llama4_temperature(layers: list[nn.Module], places: torch.Tensor) -> Iterator[None]:
+    """Llama 4 scales the queries of its NoPE layers by their position, which it takes from cache length and row index.
+
+    In a tree the row index is not the position, so the model's own scaling is switched off for one forward pass and
+    applied to the output of ``q_proj`` (nothing lies between the two on these layers) from ``places`` [B, T].
+    """
+    attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in layers]
+    tuned = [
+        attention
+        for attention in attentions
+        if type(attention).__name__ == "Llama4TextAttention"
+        and attention.attn_temperature_tuning
+        and not attention.use_rope
+    ]
+    handles = []
+    for attention in tuned:
+        scale = torch.log1p(torch.floor((places.float() + 1.0) / attention.floor_scale)) * attention.attn_scale + 1.0
+
+        def rescale(_module: nn.Module, _args: Any, output: torch.Tensor, scale: torch.Tensor = scale) -> torch.Tensor:
+            return (output * scale[..., None]).to(output.dtype)
+
+        handles.append(attention.q_proj.register_forward_hook(rescale))
+        attention.attn_temperature_tuning = False
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for attention in tuned:
+            attention.attn_temperature_tuning = True
+
+
+def take_rope_delta(model: nn.Module) -> int:
+    """The Qwen-VL and GLM-V families leave the position offset behind an image on the model object (``rope_deltas``).
+
+    Takes it away, so that it cannot leak into another request, and returns it; 0 for models without.
+    """
+    delta = 0
+    for module in model.modules():
+        if isinstance(deltas := getattr(module, "rope_deltas", None), torch.Tensor):
+            delta = int(deltas.flatten()[0])
+            setattr(module, "rope_deltas", None)  # noqa: B010 (nn.Module's stub takes no None by plain assignment)
+    return delta
