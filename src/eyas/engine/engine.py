@@ -1,0 +1,172 @@
+"""Requests in, tokens out. ``step`` is the whole engine on one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from eyas.core import Acceptance, Draft, DraftShape, EyasError, Request, RequestError
+from eyas.drafter.contract import Drafter
+from eyas.engine.runner import Runner
+from eyas.engine.scheduler import Scheduler
+from eyas.engine.sequence import Emitted, Output, Sequence
+from eyas.engine.text import TextStream
+from eyas.speculation.sampling import TokenHistory, choose, logprobs, needs_history
+from eyas.speculation.tree import chain, path_tokens
+from eyas.speculation.verify import accept
+from eyas.target.adapter import HFTarget
+
+
+class Engine:
+    """Decodes requests with one target and, where a drafter is given, speculatively: the tokens are the same."""
+
+    def __init__(
+        self,
+        target: HFTarget,
+        drafter: Drafter | None = None,
+        *,
+        shape: DraftShape | None = None,
+        context_length: int,
+        tokenizer: Any = None,
+        eos_ids: Many[int] = (),
+        slots: int = 1,
+    ):
+        self.target, self.drafter = target, drafter
+        self.shape = shape or DraftShape()
+        self.context_length = context_length
+        self.tokenizer, self.eos_ids = tokenizer, tuple(eos_ids)
+        self.scheduler = Scheduler(slots)
+        self.runner = Runner(target, drafter, slots, rows=context_length + self.shape.num_draft_tokens)
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises RequestError when it can never be served."""
+        count, room = len(request.prompt_ids), self.context_length
+        if count == 0:
+            raise RequestError("The prompt is empty: give at least one token.")
+        if count >= room:
+            raise RequestError(f"The prompt has {count} tokens, the context holds {room} with the answer: shorten it.")
+        if not all(0 <= token < self.target.vocab_size for token in request.prompt_ids):
+            raise RequestError(f"The prompt has token ids outside the target's 0 to {self.target.vocab_size - 1}.")
+        if request.sampling.stop and self.tokenizer is None:
+            raise RequestError("Stop strings need a tokenizer, and this engine has none: use stop_token_ids.")
+        self.scheduler.add(request)
+
+    @torch.inference_mode()
+    def step(self) -> list[Output]:
+        """Reads one waiting prompt, or moves every running sequence on by one draft."""
+        batch = self.scheduler.schedule()
+        if batch.prefill:
+            return [self._prefill(request) for request in batch.prefill]
+        if not batch.decode:
+            return []
+        drafts = self._propose(batch.decode)
+        output = self.runner.verify(batch.decode, drafts)
+        results = []
+        for row, (sequence, draft) in enumerate(zip(batch.decode, drafts, strict=True)):
+            nodes = slice(len(draft.parents))
+            states = None if output.states is None else output.states[row, nodes]
+            results.append(self._accept(sequence, draft, output.logits[row, nodes], states))
+        return results
+
+    def abort(self, request_id: str) -> None:
+        """Drops a request, waiting or running; unknown ids are none of our business any more."""
+        self.scheduler.drop_waiting(request_id)
+        for sequence in [s for s in self.scheduler.running if s.request.id == request_id]:
+            self.scheduler.finish(sequence)
+
+    @property
+    def idle(self) -> bool:
+        return self.scheduler.idle
+
+    def _prefill(self, request: Request) -> Output:
+        sequence = self._sequence(request)
+        self.scheduler.start(sequence)
+        pending = self.runner.prefill(sequence)
+        root = chain([request.prompt_ids[-1]])
+        try:
+            logits = pending.output.logits[0]
+            tokens = self._choose(sequence, root, logits)
+        except EyasError as error:
+            return self._fail(sequence, error)
+        result = self._emit(sequence, Acceptance((0,), tuple(tokens.tolist())), logits)
+        if sequence.finish_reason is None:
+            self.runner.after_prefill(sequence, pending)
+        return result
+
+    def _propose(self, sequences: list[Sequence]) -> list[Draft]:
+        """Drafts as deep as some sequence can still use; a root alone, which is plain decoding, where none can."""
+        useful = max(s.room for s in sequences) - 1
+        if self.drafter and (shape := limited(self.shape, useful)):
+            return self.drafter.propose(sequences, shape)
+        return [chain([s.last_token], device=self.target.device) for s in sequences]
+
+    def _accept(self, sequence: Sequence, draft: Draft, logits: torch.Tensor, states: torch.Tensor | None) -> Output:
+        try:
+            acceptance = accept(draft, self._choose(sequence, draft, logits))
+        except EyasError as error:
+            return self._fail(sequence, error)
+        sequence.stats.record(draft, acceptance)
+        result = self._emit(sequence, acceptance, logits)
+        self.runner.keep(sequence, acceptance, states)
+        return result
+
+    def _choose(self, sequence: Sequence, draft: Draft, logits: torch.Tensor) -> torch.Tensor:
+        """The target's token [N] after each node of the draft."""
+        history = sequence.history.extended(path_tokens(draft)) if sequence.history else None
+        indices = [sequence.output_index + depth for depth in draft.depths]
+        return choose(logits, sequence.sampling, indices, history=history, stop_ids=sequence.stop_ids)
+
+    def _emit(self, sequence: Sequence, acceptance: Acceptance, logits: torch.Tensor) -> Output:
+        """Appends tokens until the answer ends; what was accepted behind its end is dropped."""
+        wanted = sequence.sampling.logprobs
+        rows = logits[list(acceptance.path)] if wanted is not None else None
+        reports = logprobs(rows, torch.tensor(acceptance.tokens), wanted) if rows is not None else []
+        emitted = []
+        for i, token in enumerate(acceptance.tokens):
+            text = sequence.append(token)
+            own, top = reports[i] if reports else (None, ())
+            emitted.append(Emitted(token, text, i < len(acceptance.tokens) - 1, own, tuple(top)))
+            if sequence.finish_reason is not None:
+                break
+        return self._output(sequence, tuple(emitted))
+
+    def _fail(self, sequence: Sequence, error: EyasError) -> Output:
+        sequence.finish_reason = "error"
+        self.runner.clear(sequence.slot)
+        return replace(self._output(sequence, ()), error=error)
+
+    def _output(self, sequence: Sequence, emitted: tuple[Emitted, ...]) -> Output:
+        if sequence.finish_reason is None:
+            return Output(sequence.request.id, emitted)
+        self.scheduler.finish(sequence)
+        tail = sequence.text.flush() if sequence.text else ""
+        return Output(sequence.request.id, emitted, sequence.finish_reason, tail, stats=sequence.stats)
+
+    def _sequence(self, request: Request) -> Sequence:
+        sampling, vocab = request.sampling, self.target.vocab_size
+        history = None
+        if needs_history(sampling):
+            history = TokenHistory.from_tokens(request.prompt_ids, [], vocab, self.target.device)
+        eos = () if sampling.ignore_eos else self.eos_ids
+        return Sequence(
+            request,
+            slot=self.scheduler.take_slot(),
+            limit=self.context_length,
+            stop_ids=(*eos, *sampling.stop_token_ids),
+            text=TextStream(self.tokenizer, sampling.stop) if self.tokenizer is not None else None,
+            history=history,
+        )
+
+
+def limited(shape: DraftShape, steps: int) -> DraftShape | None:
+    """``shape`` with at most ``steps`` steps; None where that is none."""
+    if steps >= shape.num_steps:
+        return shape
+    if steps < 1:
+        return None
+    k = shape.eagle_topk
+    most = 1 + k + (steps - 1) * k * k
+    return DraftShape(steps, k, min(shape.num_draft_tokens, most))

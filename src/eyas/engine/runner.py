@@ -1,0 +1,115 @@
+"""Tensors for the engine: reads prompts, verifies drafts, keeps target and drafter in step. It knows no queues."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+import torch
+
+from eyas.core import Acceptance, Draft
+from eyas.drafter.contract import Drafter, TrueStates
+from eyas.engine.sequence import Sequence
+from eyas.speculation.tree import ancestor_mask
+from eyas.target.adapter import HFTarget
+from eyas.target.contract import Block, TargetOutput
+
+PREFILL_CHUNK = 512  # bounds a chunk's mask and logits; an image is never split
+
+
+@dataclass(frozen=True)
+class Pending:
+    """The last chunk of a prompt: its states wait for the first token of the answer before the drafter can have them."""
+
+    start: int
+    tokens: torch.Tensor  # int64 [T]
+    output: TargetOutput
+
+
+class Runner:
+    def __init__(self, target: HFTarget, drafter: Drafter | None, slots: int, rows: int):
+        self.target, self.drafter = target, drafter
+        target.set_eagle3_layers_to_capture(drafter.layer_ids if drafter else None)
+        self.cache = target.new_cache(slots, rows)
+        if drafter:
+            drafter.start(target, slots, rows)
+
+    def prefill(self, sequence: Sequence) -> Pending:
+        """Reads the prompt into the sequence's slot. The last logits are in the result: ``output.logits[0, -1]``."""
+        ids = self._tensor(sequence.request.prompt_ids)
+        images = sequence.request.images
+        size = len(ids) if images else PREFILL_CHUNK
+        pending: Pending | None = None
+        for start in range(0, len(ids), size):
+            chunk = ids[start : start + size]
+            if pending:
+                self._feed(sequence, pending, chunk[:1])
+            block = Block(chunk[None], (sequence.slot,), (start,), (0,))
+            pending = Pending(start, chunk, self.target.forward(block, self.cache, last_only=True, images=images))
+            sequence.length = start + len(chunk)
+        assert pending is not None, "an empty prompt was let in"
+        sequence.rope_delta = pending.output.rope_delta
+        return pending
+
+    def after_prefill(self, sequence: Sequence, pending: Pending) -> None:
+        """Completes the drafter's view of the prompt once the first token of the answer is known."""
+        self._feed(sequence, pending, self._tensor([sequence.last_token]))
+
+    def verify(self, sequences: Many[Sequence], drafts: Many[Draft]) -> TargetOutput:
+        """One target pass over all drafts, padded to the largest: row i of the result belongs to sequence i."""
+        sizes = [len(draft.parents) for draft in drafts]
+        count = max(sizes)
+        slots = tuple(s.slot for s in sequences)
+        starts = tuple(s.length for s in sequences)
+        deltas = tuple(s.rope_delta for s in sequences)
+        if len(drafts) == 1:
+            tokens = drafts[0].tokens[None]
+        else:
+            tokens = torch.nn.utils.rnn.pad_sequence([d.tokens for d in drafts], batch_first=True)
+        if all(max(draft.depths) == size - 1 for draft, size in zip(drafts, sizes, strict=True)):  # chains: causal
+            return self.target.forward(Block(tokens, slots, starts, deltas), self.cache)
+        depths = torch.zeros(len(drafts), count, dtype=torch.long)
+        ancestors = torch.eye(count, dtype=torch.bool).repeat(len(drafts), 1, 1)
+        for row, (draft, size) in enumerate(zip(drafts, sizes, strict=True)):
+            depths[row, :size] = torch.tensor(draft.depths)
+            ancestors[row, :size, :size] = ancestor_mask(draft.parents)
+        device = tokens.device
+        block = Block(tokens, slots, starts, deltas, depths.to(device), ancestors.to(device))
+        return self.target.forward(block, self.cache)
+
+    def keep(self, sequence: Sequence, acceptance: Acceptance, states: torch.Tensor | None) -> None:
+        """Keeps the accepted path in the target's cache and redoes its tokens in the drafter with their true states.
+
+        ``states`` [N, len(layer_ids) * H] belong to the draft's nodes; None where there is no drafter.
+        """
+        start, path = sequence.length, acceptance.path
+        self.cache.keep(sequence.slot, start, path)
+        sequence.length += len(path)
+        if self.drafter and sequence.finish_reason is None:
+            assert states is not None
+            straight = path[-1] == len(path) - 1
+            kept = states[: len(path)] if straight else states[self._tensor(path)]
+            self.drafter.extend(sequence, TrueStates(start, kept, self._tensor(acceptance.tokens)))
+
+    def clear(self, slot: int) -> None:
+        """Wipes a slot that may hold NaN: a masked row still takes part as 0 * its value."""
+        self.cache.clear(slot)
+        if self.drafter:
+            self.drafter.clear(slot)
+
+    def _feed(self, sequence: Sequence, pending: Pending, following: torch.Tensor) -> None:
+        if not self.drafter:
+            return
+        output = pending.output
+        assert output.states is not None
+        tokens = torch.cat([pending.tokens[1:], following])
+        if output.embeds is None:
+            true = TrueStates(pending.start, output.states[0], tokens)
+        else:  # the drafter sees images as the target does; the token after the prompt is never one
+            image_mask = self.target.image_positions(pending.tokens[None], output.embeds)[0].roll(-1)
+            image_mask[-1] = False
+            true = TrueStates(pending.start, output.states[0], tokens, image_mask, output.embeds[0].roll(-1, 0))
+        self.drafter.extend(sequence, true)
+
+    def _tensor(self, ids: Many[int]) -> torch.Tensor:
+        return torch.tensor(ids, dtype=torch.long, device=self.target.device)

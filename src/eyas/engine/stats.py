@@ -1,0 +1,49 @@
+"""Acceptance, counted once and defined once (vocabulary: acceptance length, acceptance rate at position i)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from eyas.core import Acceptance, Draft
+
+
+@dataclass
+class AcceptanceStats:
+    """Counts over verify steps. Plain steps (nothing drafted) are not verify steps."""
+
+    steps: int = 0
+    drafted: int = 0  # draft tokens verified, the whole tree
+    reached: list[int] = field(default_factory=list)  # [depth]: steps whose draft was still alive at this position
+    accepted: list[int] = field(default_factory=list)  # [depth]: and whose token there was accepted
+
+    def record(self, draft: Draft, acceptance: Acceptance) -> None:
+        deepest = max(draft.depths)
+        if deepest == 0:
+            return
+        self.steps += 1
+        self.drafted += len(draft.depths) - 1
+        hits = len(acceptance.path) - 1
+        for counts in (self.reached, self.accepted):
+            counts.extend([0] * (deepest - len(counts)))
+        for position in range(min(hits + 1, deepest)):
+            self.reached[position] += 1
+        for position in range(hits):
+            self.accepted[position] += 1
+
+    def add(self, other: AcceptanceStats) -> None:
+        self.steps += other.steps
+        self.drafted += other.drafted
+        for mine, theirs in ((self.reached, other.reached), (self.accepted, other.accepted)):
+            mine.extend([0] * (len(theirs) - len(mine)))
+            for position, count in enumerate(theirs):
+                mine[position] += count
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per verify step, bonus token included; 1.0 when nothing was ever accepted or verified."""
+        return 1 + sum(self.accepted) / self.steps if self.steps else 1.0
+
+    @property
+    def acceptance_rates(self) -> list[float]:
+        """By position: accepted there / drafts that reached it."""
+        return [a / r for a, r in zip(self.accepted, self.reached, strict=True) if r]
