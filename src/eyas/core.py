@@ -43,8 +43,8 @@ class NonFiniteLogitsError(EyasError):
 class SamplingParams:
     """How tokens are chosen and when to stop. Names and meanings are vLLM's.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. ``repetition_penalty`` counts prompt and
-    output; presence and frequency penalties count output only. The text depends on target, prompt and ``seed`` alone.
+    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. ``repetition_penalty`` counts prompt
+    and output; presence and frequency penalties count output only. The text depends on target, prompt and ``seed``.
     """
 
     temperature: float = 0.0
@@ -109,12 +109,13 @@ class DraftShape:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to continue. ``images`` is the processor's output for multimodal targets (pixel tensors, grids, token types)."""
+    """One prompt to continue. ``images`` is a multimodal processor's output: pixel tensors, grids, token types."""
 
     id: str
     prompt_ids: Sequence[int]
     sampling: SamplingParams
     images: Mapping[str, Any] | None = None
+    speculate: bool = True  # False: plain decoding, with the same tokens
 
 
 @dataclass(frozen=True)

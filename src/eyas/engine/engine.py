@@ -97,11 +97,13 @@ class Engine:
         return result
 
     def _propose(self, sequences: list[Sequence]) -> list[Draft]:
-        """Drafts as deep as some sequence can still use; a root alone, which is plain decoding, where none can."""
-        useful = max(s.room for s in sequences) - 1
-        if self.drafter and (shape := limited(self.shape, useful)):
-            return self.drafter.propose(sequences, shape)
-        return [chain([s.last_token], device=self.target.device) for s in sequences]
+        """Drafts as deep as some sequence can still use; a root alone is plain decoding."""
+        drafts = {s.slot: chain([s.last_token], device=self.target.device) for s in sequences}
+        drafting = [s for s in sequences if self.runner.drafts_for(s)]
+        if drafting and self.drafter and (shape := limited(self.shape, max(s.room for s in drafting) - 1)):
+            proposed = self.drafter.propose(drafting, shape)
+            drafts |= {s.slot: draft for s, draft in zip(drafting, proposed, strict=True)}
+        return list(drafts.values())
 
     def _accept(self, sequence: Sequence, draft: Draft, logits: torch.Tensor, states: torch.Tensor | None) -> Output:
         try:
@@ -121,13 +123,13 @@ class Engine:
 
     def _emit(self, sequence: Sequence, acceptance: Acceptance, logits: torch.Tensor) -> Output:
         """Appends tokens until the answer ends; what was accepted behind its end is dropped."""
-        wanted = sequence.sampling.logprobs
-        rows = logits[list(acceptance.path)] if wanted is not None else None
-        reports = logprobs(rows, torch.tensor(acceptance.tokens), wanted) if rows is not None else []
+        reports = []
+        if (wanted := sequence.sampling.logprobs) is not None:
+            reports = logprobs(logits[list(acceptance.path)], torch.tensor(acceptance.tokens), wanted)
         emitted = []
         for i, token in enumerate(acceptance.tokens):
             text = sequence.append(token)
-            own, top = reports[i] if reports else (None, ())
+            own, top = reports[i] if reports else (None, [])
             emitted.append(Emitted(token, text, i < len(acceptance.tokens) - 1, own, tuple(top)))
             if sequence.finish_reason is not None:
                 break

@@ -19,7 +19,7 @@ PREFILL_CHUNK = 512  # bounds a chunk's mask and logits; an image is never split
 
 @dataclass(frozen=True)
 class Pending:
-    """The last chunk of a prompt: its states wait for the first token of the answer before the drafter can have them."""
+    """The last chunk of a prompt: the drafter can have its states once the first token of the answer is known."""
 
     start: int
     tokens: torch.Tensor  # int64 [T]
@@ -85,11 +85,15 @@ class Runner:
         start, path = sequence.length, acceptance.path
         self.cache.keep(sequence.slot, start, path)
         sequence.length += len(path)
-        if self.drafter and sequence.finish_reason is None:
+        if self.drafter and self.drafts_for(sequence):
             assert states is not None
             straight = path[-1] == len(path) - 1
             kept = states[: len(path)] if straight else states[self._tensor(path)]
             self.drafter.extend(sequence, TrueStates(start, kept, self._tensor(acceptance.tokens)))
+
+    def drafts_for(self, sequence: Sequence) -> bool:
+        """Whether the drafter follows this sequence. One that was decoded plainly cannot be drafted for half-way."""
+        return self.drafter is not None and sequence.request.speculate and sequence.finish_reason is None
 
     def clear(self, slot: int) -> None:
         """Wipes a slot that may hold NaN: a masked row still takes part as 0 * its value."""
@@ -98,7 +102,7 @@ class Runner:
             self.drafter.clear(slot)
 
     def _feed(self, sequence: Sequence, pending: Pending, following: torch.Tensor) -> None:
-        if not self.drafter:
+        if not self.drafter or not self.drafts_for(sequence):
             return
         output = pending.output
         assert output.states is not None

@@ -1,0 +1,225 @@
+"""A target and its drafter, loaded and ready: stream from it, or let it finish."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from eyas.core import DraftShape, Request, RequestError, SamplingParams, UsageError
+from eyas.drafter.contract import Drafter
+from eyas.engine.engine import Engine
+from eyas.engine.sequence import Emitted, FinishReason, Output
+from eyas.engine.stats import AcceptanceStats
+from eyas.target.adapter import HFTarget
+from eyas.target.images import encode_chat
+
+DEFAULT_CONTEXT = 8192  # KV is allocated up front; a longer context is for the asking
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids, or chat messages
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished answer and how it came about."""
+
+    text: str
+    tokens: tuple[Emitted, ...]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    stats: AcceptanceStats
+    prefill_seconds: float  # until the first token
+    decode_seconds: float  # from the first token to the last
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token.token_id for token in self.tokens]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoding speed: the tokens after the first over the time they took; 0 where there is only one."""
+        return (len(self.tokens) - 1) / self.decode_seconds if self.decode_seconds > 0 else 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        return self.stats.acceptance_length
+
+
+class LLM:
+    """Text in, text out. Not thread-safe: one caller at a time."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        processor: Any = None,
+        drafter: Drafter | None = None,
+        shape: DraftShape | None = None,
+        context_length: int | None = None,
+        name: str = "",
+    ):
+        self.target = model if isinstance(model, HFTarget) else HFTarget(model)
+        self.tokenizer, self.processor, self.drafter = tokenizer, processor, drafter
+        self.name = name or type(self.target.model).__name__
+        self.context_length = fit_context(context_length, self.target.context_length)
+        self.engine = Engine(
+            self.target,
+            drafter,
+            shape=shape,
+            context_length=self.context_length,
+            tokenizer=tokenizer,
+            eos_ids=eos_ids(self.target.model, tokenizer),
+        )
+        self._ids = itertools.count()
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        images: Mapping[str, Any] | None = None,
+        speculate: bool = True,
+        **settings: Any,
+    ) -> Iterator[Output]:
+        """Yields the answer as it is decoded; the last output carries the finish reason and the statistics.
+
+        ``settings`` are fields of SamplingParams, for short. ``images`` are a processor's tensors for a prompt given as
+        token ids. Raises RequestError for a request that cannot be served, NonFiniteLogitsError when the target breaks.
+        """
+        request = self._request(prompt, sampling, images, speculate, settings)
+        return self._run(request)
+
+    def generate(self, prompt: Prompt, sampling: SamplingParams | None = None, **settings: Any) -> Completion:
+        """The whole answer at once. Arguments and errors as for ``stream``."""
+        request = self._request(
+            prompt, sampling, settings.pop("images", None), settings.pop("speculate", True), settings
+        )
+        begin = first = time.perf_counter()
+        outputs: list[Output] = []
+        for output in self._run(request):
+            if not outputs:
+                first = time.perf_counter()
+            outputs.append(output)
+        end = time.perf_counter()
+        last = outputs[-1]
+        assert last.finish_reason is not None and last.stats is not None
+        return Completion(
+            text="".join(output.text for output in outputs),
+            tokens=tuple(token for output in outputs for token in output.emitted),
+            finish_reason=last.finish_reason,
+            prompt_tokens=len(request.prompt_ids),
+            stats=last.stats,
+            prefill_seconds=first - begin,
+            decode_seconds=end - first,
+        )
+
+    def _run(self, request: Request) -> Iterator[Output]:
+        self.engine.add(request)
+        try:
+            while not self.engine.idle:
+                for output in self.engine.step():
+                    if output.error is not None:
+                        raise output.error
+                    yield output
+        finally:  # the caller may stop listening at any time
+            self.engine.abort(request.id)
+
+    def _request(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        images: Mapping[str, Any] | None,
+        speculate: bool,
+        settings: Mapping[str, Any],
+    ) -> Request:
+        sampling = sampling or SamplingParams()
+        try:
+            sampling = replace(sampling, **settings) if settings else sampling
+        except TypeError:
+            known = SamplingParams.__dataclass_fields__
+            unknown = ", ".join(sorted(set(settings) - set(known)))
+            raise UsageError(f"Unknown sampling settings: {unknown}. Known ones: {', '.join(known)}.") from None
+        ids, found = self.encode(prompt)
+        if found and images:
+            raise RequestError("Give images either in the messages or as tensors beside token ids, not both.")
+        return Request(str(next(self._ids)), ids, sampling, images=images or found, speculate=speculate)
+
+    def encode(self, prompt: Prompt) -> tuple[list[int], dict[str, Any] | None]:
+        """Token ids of text (as it is), token ids, or chat messages (through the chat template), and image tensors."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("A prompt of text needs a tokenizer, and none was loaded: give token ids.")
+            return list(self.tokenizer(prompt)["input_ids"]), None
+        items = list(prompt)
+        if items and all(isinstance(item, Mapping) for item in items):
+            return encode_chat(items, self.tokenizer, self.processor)  # type: ignore[arg-type]
+        if not all(isinstance(item, int) for item in items):
+            raise RequestError("A prompt is text, a list of token ids, or a list of chat messages.")
+        return [int(item) for item in items], None  # type: ignore[call-overload]
+
+
+def load(
+    target: str | Path,
+    drafter: str | Path | None = None,
+    *,
+    dtype: str = "auto",
+    device: str | None = None,
+    shape: DraftShape | None = None,
+    context_length: int | None = None,
+    trust_remote_code: bool = False,
+) -> LLM:
+    """Loads a target, and a drafter for it, from a folder, a hub id, a GGUF file or the name ``smollm2``.
+
+    ``drafter`` is a checkpoint in any of the three dialects, or ``untrained``: a random one of the usual shape, which
+    shows that decoding is lossless and never that it is fast. Without one, decoding is plain.
+    Raises TargetError or CheckpointError, each saying what was found and what to do.
+    """
+    from eyas.target.loading import load_target
+
+    loaded = load_target(str(target), dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    adapter = HFTarget(loaded.model)
+    return LLM(
+        adapter,
+        loaded.tokenizer,
+        processor=loaded.processor,
+        drafter=load_drafter_for(adapter, drafter) if drafter is not None else None,
+        shape=shape,
+        context_length=context_length,
+        name=loaded.name,
+    )
+
+
+def load_drafter_for(target: HFTarget, drafter: str | Path) -> Drafter:
+    """The drafter at a path, checked against ``target``; or, by the name ``untrained``, a random one for it."""
+    from eyas.drafter.checkpoint import load_drafter
+    from eyas.drafter.eagle3 import Eagle3Drafter
+    from eyas.drafter.model import untrained
+
+    sizes = {
+        "target_hidden_size": target.hidden_size,
+        "target_vocab_size": target.vocab_size,
+        "num_target_layers": target.num_layers,
+    }
+    make = untrained if str(drafter) == "untrained" else load_drafter
+    args = () if make is untrained else (Path(drafter),)
+    model = make(*args, **sizes, dtype=target.dtype, device=target.device)  # type: ignore[operator]
+    return Eagle3Drafter(model, target.num_layers)
+
+
+def fit_context(wanted: int | None, most: int | None) -> int:
+    if wanted is None:
+        return min(most or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
+    if wanted < 2 or (most is not None and wanted > most):
+        raise UsageError(f"context_length must be from 2 to the target's {most or 'own limit'}, got {wanted}.")
+    return wanted
+
+
+def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Every token that ends an answer: the generation config's, and the tokenizer's own (as vLLM does)."""
+    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids = found if isinstance(found, list | tuple) else [found]
+    return tuple(sorted({int(i) for i in [*ids, getattr(tokenizer, "eos_token_id", None)] if i is not None}))

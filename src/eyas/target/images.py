@@ -1,0 +1,46 @@
+"""Chat messages to token ids, and their images to what a multimodal target's forward takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from eyas.core import RequestError
+
+# What a processor returns beside tensors about images: the engine makes these itself.
+TEXT_KEYS = frozenset({"input_ids", "attention_mask", "position_ids", "cache_position"})
+
+
+def has_images(messages: Sequence[Mapping[str, Any]]) -> bool:
+    parts = [part for m in messages if isinstance(m.get("content"), list) for part in m["content"]]
+    return any(part.get("type") in ("image", "image_url", "video") for part in parts)
+
+
+def encode_chat(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Any, processor: Any
+) -> tuple[list[int], dict[str, Any] | None]:
+    """Renders ``messages`` with the target's own chat template, ready for the assistant's turn.
+
+    Returns the prompt's token ids and, where the messages hold images, the processor's tensors for them.
+    Raises RequestError when there is no chat template, or images without a processor for them.
+    """
+    if has_images(messages):
+        if processor is None:
+            raise RequestError(
+                "The messages hold an image, but this target has no image processor here: it is a text model, or its "
+                "processor needs torchvision (install the extra eyas[vision])."
+            )
+        encoded = processor.apply_chat_template(
+            list(messages), tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        return encoded["input_ids"][0].tolist(), image_inputs(encoded)
+    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+        raise RequestError("This target's tokenizer has no chat template: give the prompt as text instead of messages.")
+    encoded = tokenizer.apply_chat_template(list(messages), tokenize=True, add_generation_prompt=True, return_dict=True)
+    return list(encoded["input_ids"]), None
+
+
+def image_inputs(inputs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The tensors among a processor's (or ``generate``'s) inputs that belong to images; None for plain text."""
+    tensors = {k: v for k, v in inputs.items() if k not in TEXT_KEYS and hasattr(v, "shape")}
+    return tensors if any(k.startswith("pixel_values") for k in tensors) else None
