@@ -109,13 +109,18 @@ class DraftShape:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to continue. ``images`` is a multimodal processor's output: pixel tensors, grids, token types."""
+    """One prompt to continue. ``images`` is a multimodal processor's output: pixel tensors, grids, token types.
+
+    ``output_ids`` are tokens of the answer that were emitted before (a restart, a forced prefix): decoding goes on behind
+    them as if it had never stopped.
+    """
 
     id: str
     prompt_ids: Sequence[int]
     sampling: SamplingParams
     images: Mapping[str, Any] | None = None
     speculate: bool = True  # False: plain decoding, with the same tokens
+    output_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,10 @@ HONOURED = (
 def custom_generate(drafter: Drafter | str | Path, shape: DraftShape | None = None) -> CustomGenerate:
     """What to hand to ``model.generate(..., custom_generate=)``: the same tokens as without it, sooner.
 
-    Greedy output is token for token that of ``generate``. Sampling follows the same distribution, with noise seeded from
-    torch's generator (``torch.manual_seed`` repeats it). Stopping criteria, streamers, padded batches and images work;
-    beams, scores and logits processors that have no counterpart in SamplingParams are refused with UsageError.
+    Greedy output is token for token that of ``generate``. Sampling draws from the same distribution (min_p goes before
+    top_k and top_p, as in vLLM), with noise seeded from torch's generator, so ``torch.manual_seed`` repeats it. Stopping
+    criteria, streamers, padded batches and images work; beams, scores and logits processors that have no counterpart in
+    SamplingParams are refused with UsageError.
     """
     return CustomGenerate(drafter, shape)
 
@@ -86,7 +87,7 @@ class CustomGenerate:
         )
         sequences = torch.cat([input_ids, tokens], dim=1)
         if generation_config.return_dict_in_generate:
-            return GenerateDecoderOnlyOutput(sequences=sequences)
+            return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
         return sequences
 
     def _engine_for(self, model: Any, length: int) -> Engine:
@@ -111,7 +112,7 @@ def answer(
         if streamer is not None:
             streamer.put(torch.tensor([token]))
         sequence = torch.cat([ids, torch.tensor(tokens, device=ids.device, dtype=ids.dtype)])[None]
-        if bool(stopping_criteria(sequence, None).all()):  # type: ignore[arg-type]
+        if bool(stopping_criteria(sequence, None).all()):
             break
     return tokens
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from eyas.core import Acceptance, Draft, DraftShape, EyasError, Request, RequestError
+from eyas.core import Acceptance, Draft, DraftShape, EyasError, Request, RequestError, SamplingParams
 from eyas.drafter.contract import Drafter
 from eyas.engine.runner import Runner
 from eyas.engine.scheduler import Scheduler
@@ -43,12 +43,16 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises RequestError when it can never be served."""
-        count, room = len(request.prompt_ids), self.context_length
-        if count == 0:
+        count, room = len(request.prompt_ids) + len(request.output_ids), self.context_length
+        if not request.prompt_ids:
             raise RequestError("The prompt is empty: give at least one token.")
         if count >= room:
             raise RequestError(f"The prompt has {count} tokens, the context holds {room} with the answer: shorten it.")
-        if not all(0 <= token < self.target.vocab_size for token in request.prompt_ids):
+        if len(request.output_ids) >= request.sampling.max_tokens:
+            raise RequestError(
+                f"All {request.sampling.max_tokens} tokens (max_tokens) of the answer are there already."
+            )
+        if not all(0 <= token < self.target.vocab_size for token in (*request.prompt_ids, *request.output_ids)):
             raise RequestError(f"The prompt has token ids outside the target's 0 to {self.target.vocab_size - 1}.")
         if request.sampling.stop and self.tokenizer is None:
             raise RequestError("Stop strings need a tokenizer, and this engine has none: use stop_token_ids.")
@@ -77,6 +81,10 @@ class Engine:
         for sequence in [s for s in self.scheduler.running if s.request.id == request_id]:
             self.scheduler.finish(sequence)
 
+    def stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
+        """The tokens that end an answer."""
+        return (*(() if sampling.ignore_eos else self.eos_ids), *sampling.stop_token_ids)
+
     @property
     def idle(self) -> bool:
         return self.scheduler.idle
@@ -85,7 +93,7 @@ class Engine:
         sequence = self._sequence(request)
         self.scheduler.start(sequence)
         pending = self.runner.prefill(sequence)
-        root = chain([request.prompt_ids[-1]])
+        root = chain([[*request.prompt_ids, *request.output_ids][-1]])
         try:
             logits = pending.output.logits[0]
             tokens = self._choose(sequence, root, logits)
@@ -151,15 +159,19 @@ class Engine:
         sampling, vocab = request.sampling, self.target.vocab_size
         history = None
         if needs_history(sampling):
-            history = TokenHistory.from_tokens(request.prompt_ids, [], vocab, self.target.device)
-        eos = () if sampling.ignore_eos else self.eos_ids
+            history = TokenHistory.from_tokens(request.prompt_ids, request.output_ids, vocab, self.target.device)
+        text = TextStream(self.tokenizer, sampling.stop) if self.tokenizer is not None else None
+        if text is not None:
+            for token in request.output_ids:
+                text.push(token)
         return Sequence(
             request,
             slot=self.scheduler.take_slot(),
             limit=self.context_length,
-            stop_ids=(*eos, *sampling.stop_token_ids),
-            text=TextStream(self.tokenizer, sampling.stop) if self.tokenizer is not None else None,
+            stop_ids=self.stop_ids(sampling),
+            text=text,
             history=history,
+            output_ids=list(request.output_ids),
         )
 
 

@@ -90,14 +90,40 @@ class LLM:
         ``settings`` are fields of SamplingParams, for short. ``images`` are a processor's tensors for a prompt given as
         token ids. Raises RequestError for a request that cannot be served, NonFiniteLogitsError when the target breaks.
         """
-        request = self._request(prompt, sampling, images, speculate, settings)
-        return self._run(request)
+        return self._run(self.request(prompt, sampling, images, speculate, **settings))
 
-    def generate(self, prompt: Prompt, sampling: SamplingParams | None = None, **settings: Any) -> Completion:
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        images: Mapping[str, Any] | None = None,
+        speculate: bool = True,
+        **settings: Any,
+    ) -> Completion:
         """The whole answer at once. Arguments and errors as for ``stream``."""
-        request = self._request(
-            prompt, sampling, settings.pop("images", None), settings.pop("speculate", True), settings
-        )
+        return self.complete(self.request(prompt, sampling, images, speculate, **settings))
+
+    def request(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        images: Mapping[str, Any] | None = None,
+        speculate: bool = True,
+        **settings: Any,
+    ) -> Request:
+        """What ``stream`` and ``generate`` make of their arguments."""
+        unknown = set(settings) - set(SamplingParams.__dataclass_fields__)
+        if unknown:
+            known = ", ".join(SamplingParams.__dataclass_fields__)
+            raise UsageError(f"Unknown sampling settings: {', '.join(sorted(unknown))}. Known ones: {known}.")
+        ids, found = self.encode(prompt)
+        if found and images:
+            raise RequestError("Give images either in the messages or as tensors beside token ids, not both.")
+        sampling = replace(sampling or SamplingParams(), **settings)
+        return Request(str(next(self._ids)), ids, sampling, images=images or found, speculate=speculate)
+
+    def complete(self, request: Request) -> Completion:
         begin = first = time.perf_counter()
         outputs: list[Output] = []
         for output in self._run(request):
@@ -127,26 +153,6 @@ class LLM:
                     yield output
         finally:  # the caller may stop listening at any time
             self.engine.abort(request.id)
-
-    def _request(
-        self,
-        prompt: Prompt,
-        sampling: SamplingParams | None,
-        images: Mapping[str, Any] | None,
-        speculate: bool,
-        settings: Mapping[str, Any],
-    ) -> Request:
-        sampling = sampling or SamplingParams()
-        try:
-            sampling = replace(sampling, **settings) if settings else sampling
-        except TypeError:
-            known = SamplingParams.__dataclass_fields__
-            unknown = ", ".join(sorted(set(settings) - set(known)))
-            raise UsageError(f"Unknown sampling settings: {unknown}. Known ones: {', '.join(known)}.") from None
-        ids, found = self.encode(prompt)
-        if found and images:
-            raise RequestError("Give images either in the messages or as tensors beside token ids, not both.")
-        return Request(str(next(self._ids)), ids, sampling, images=images or found, speculate=speculate)
 
     def encode(self, prompt: Prompt) -> tuple[list[int], dict[str, Any] | None]:
         """Token ids of text (as it is), token ids, or chat messages (through the chat template), and image tensors."""

@@ -35,8 +35,8 @@ class Runner:
             drafter.start(target, slots, rows)
 
     def prefill(self, sequence: Sequence) -> Pending:
-        """Reads the prompt into the sequence's slot. The last logits are in the result: ``output.logits[0, -1]``."""
-        ids = self._tensor(sequence.request.prompt_ids)
+        """Reads the prompt (and what was answered before) into the slot. The last logits are in the result: ``output.logits[0, -1]``."""
+        ids = self._tensor([*sequence.request.prompt_ids, *sequence.output_ids])
         images = sequence.request.images
         size = len(ids) if images else PREFILL_CHUNK
         pending: Pending | None = None
