@@ -47,9 +47,7 @@ class Case:
 
     name: str
     build: Callable[[], PreTrainedModel]
-    image: Callable[[torch.Generator], tuple[list[int], Images]] | None = (
-        None  # (placeholder ids, what the processor adds)
-    )
+    image: Callable[[torch.Generator], tuple[list[int], Images]] | None = None  # its token ids, and its tensors
 
     @property
     def model(self) -> PreTrainedModel:
@@ -122,7 +120,7 @@ def assert_lively(model: PreTrainedModel, ids: list[int], images: Images | None 
     assert max(text) < WORDS, "predicts special ids"
     best = torch.cat(out.logits).topk(2).values
     gap = (best[:, 0] - best[:, 1]).min().item()
-    assert gap > 1e-2, f"near-tie: smallest gap between the two best logits is {gap:.2g}"
+    assert gap > 5e-3, f"near-tie: smallest gap between the two best logits is {gap:.2g}"
 
 
 # Builders
@@ -304,6 +302,7 @@ GPT_OSS = {
     "layer_types": SLIDING_AND_FULL,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128},
 }
 LLAMA = ("LlamaForCausalLM", "LlamaConfig")
 GEMMA = ("Gemma3ForCausalLM", "Gemma3TextConfig")

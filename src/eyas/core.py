@@ -111,8 +111,8 @@ class DraftShape:
 class Request:
     """One prompt to continue. ``images`` is a multimodal processor's output: pixel tensors, grids, token types.
 
-    ``output_ids`` are tokens of the answer that were emitted before (a restart, a forced prefix): decoding goes on behind
-    them as if it had never stopped.
+    ``output_ids`` are tokens of the answer that were emitted before (a restart, a forced prefix): decoding goes on
+    behind them as if it had never stopped.
     """
 
     id: str

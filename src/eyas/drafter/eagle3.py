@@ -43,7 +43,7 @@ class Eagle3Drafter:
         self.model.bind(embed, head)
         config, kind = self.model.config, self.model.fc_dtype_device
         shape = LayerShape(config.num_key_value_heads, config.head_dim, config.head_dim, *kind)
-        self.cache = SlotCache({layer: shape for layer in range(config.num_hidden_layers)}, slots, rows)
+        self.cache = SlotCache(dict.fromkeys(range(config.num_hidden_layers), shape), slots, rows)
         self._tips.clear()
 
     def clear(self, slot: int) -> None:

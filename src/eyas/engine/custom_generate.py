@@ -43,9 +43,9 @@ def custom_generate(drafter: Drafter | str | Path, shape: DraftShape | None = No
     """What to hand to ``model.generate(..., custom_generate=)``: the same tokens as without it, sooner.
 
     Greedy output is token for token that of ``generate``. Sampling draws from the same distribution (min_p goes before
-    top_k and top_p, as in vLLM), with noise seeded from torch's generator, so ``torch.manual_seed`` repeats it. Stopping
-    criteria, streamers, padded batches and images work; beams, scores and logits processors that have no counterpart in
-    SamplingParams are refused with UsageError.
+    top_k and top_p, as in vLLM), with noise seeded from torch's generator, so ``torch.manual_seed`` repeats it.
+    Stopping criteria, streamers, padded batches and images work; beams, scores and logits processors that have no
+    counterpart in SamplingParams are refused with UsageError.
     """
     return CustomGenerate(drafter, shape)
 

@@ -98,7 +98,7 @@ class Comparer:
 
 @torch.no_grad()
 def last_logits(model: Any, prefix: torch.Tensor, images: Any) -> torch.Tensor:
-    """A plain forward pass over ``prefix`` [1, T], without cache or adapter: float32 logits [1, V] after its last token."""
+    """A plain forward pass over ``prefix`` [1, T], without cache or adapter: float32 logits [1, V] behind it."""
     pixels = {}
     for name, value in (images or {}).items():
         if name.endswith("token_type_ids"):  # one entry a token: text behind the prompt

@@ -35,7 +35,7 @@ class Runner:
             drafter.start(target, slots, rows)
 
     def prefill(self, sequence: Sequence) -> Pending:
-        """Reads the prompt (and what was answered before) into the slot. The last logits are in the result: ``output.logits[0, -1]``."""
+        """Reads the prompt, and what was answered before, into the slot; the last logits are in ``output``."""
         ids = self._tensor([*sequence.request.prompt_ids, *sequence.output_ids])
         images = sequence.request.images
         size = len(ids) if images else PREFILL_CHUNK

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,8 +44,6 @@ class HFTarget:
         self._masks = MaskKinds.from_config(self.config)
         self._cache_name, self._takes_logits_to_keep = forward_signature(model)
         self._layer_ids: tuple[int, ...] = ()
-        self._hooks: list[Any] = []
-        self._captured: dict[int, torch.Tensor] | None = None  # filled by the hooks during our own forward only
         self._shapes = self._probe()
         self._self_check()
 
@@ -59,21 +58,20 @@ class HFTarget:
                     f"Cannot capture the state entering layer {layer}: this target has {self.num_layers} layers, "
                     f"so entry ids go from 0 to {self.num_layers} ({self.num_layers} is the last layer's output)."
                 )
-        for handle in self._hooks:
-            handle.remove()
         self._layer_ids = ids
-        self._hooks = [self._hook(layer) for layer in {*ids, 0}]  # 0 also serves the embeddings of images
 
     def get_embed_and_head(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(input embedding [V, H], output head [V, H]): the weights themselves, not copies."""
         return self._embed.weight, self._head.weight
 
     def set_embed_and_head(self, embed: torch.Tensor, head: torch.Tensor) -> None:
-        """Replaces both weights. Raises UsageError when a shape differs from what is there."""
-        for name, module, new in (("embedding", self._embed, embed), ("head", self._head, head)):
+        """Replaces both weights. Raises UsageError, and replaces neither, when a shape differs from what is there."""
+        pairs = ("embedding", self._embed, embed), ("head", self._head, head)
+        for name, module, new in pairs:
             if module.weight.shape != new.shape:
                 raise UsageError(f"The {name} is {tuple(module.weight.shape)}, got {tuple(new.shape)}.")
-            module.weight = nn.Parameter(new, requires_grad=False)
+        for _, module, new in pairs:
+            module.weight = nn.Parameter(new.to(module.weight), requires_grad=False)
 
     def new_cache(self, slots: int, length: int) -> SlotCache:
         return SlotCache(self._shapes, slots, length)
@@ -100,13 +98,15 @@ class HFTarget:
         if self._takes_logits_to_keep:
             inputs["logits_to_keep"] = 1 if last_only else 0
 
-        captured: dict[int, torch.Tensor] = {}
-        self._captured = captured
-        try:
-            with special.llama4_temperature(self.layers, places):
-                logits = self.model(**inputs).logits
-        finally:
-            self._captured = None
+        if images:
+            special.take_rope_delta(self.model)  # one that somebody else left behind would be taken for this image's
+        wanted = {*self._layer_ids, 0} if images else self._layer_ids
+        with self._capture(wanted) as captured, special.llama4(self.model, self.layers, places):
+            logits = self.model(**inputs).logits
+        if skipped := [layer for layer in wanted if layer not in captured]:
+            raise TargetError(
+                f"{type(self.model).__name__} did not run layers {skipped} of the {self.num_layers} it has."
+            )
         return TargetOutput(
             logits=logits[:, -1:] if last_only else logits,
             states=torch.cat([captured[i] for i in self._layer_ids], dim=-1) if self._layer_ids else None,
@@ -121,30 +121,28 @@ class HFTarget:
 
     # How it is done
 
-    def _hook(self, layer: int) -> Any:
-        """Records the state entering ``layer``; for the last id, the state leaving the last layer, before the norm."""
+    @contextmanager
+    def _capture(self, layer_ids: Collection[int]) -> Iterator[dict[int, torch.Tensor]]:
+        """Fills a dict with the states entering these layers during one forward pass; id n leaves the last layer."""
+        captured: dict[int, torch.Tensor] = {}
 
-        def entering(_module: nn.Module, args: tuple, kwargs: dict) -> None:
-            if self._captured is not None:
-                self._record(layer, args[0] if args else kwargs["hidden_states"])
+        def hook(layer: int) -> Any:
+            def entering(_module: nn.Module, args: tuple, kwargs: dict) -> None:
+                captured[layer] = args[0] if args else kwargs["hidden_states"]
 
-        def leaving(_module: nn.Module, _args: tuple, output: Any) -> None:
-            if self._captured is not None:
-                self._record(layer, output[0] if isinstance(output, tuple) else output)
+            def leaving(_module: nn.Module, _args: tuple, output: Any) -> None:
+                captured[layer] = output[0] if isinstance(output, tuple) else output
 
-        if layer < self.num_layers:
-            return self.layers[layer].register_forward_pre_hook(entering, with_kwargs=True)
-        return self.layers[-1].register_forward_hook(leaving)
+            if layer < self.num_layers:
+                return self.layers[layer].register_forward_pre_hook(entering, with_kwargs=True)
+            return self.layers[-1].register_forward_hook(leaving)
 
-    def _record(self, layer: int, state: torch.Tensor) -> None:
-        if state.dim() != 3 or state.shape[-1] != self.hidden_size:
-            raise TargetError(
-                f"The state at layer {layer} has shape {tuple(state.shape)}, expected [batch, tokens, "
-                f"{self.hidden_size}]: {type(self.model).__name__} carries more than one stream between layers and "
-                "cannot feed a drafter."
-            )
-        assert self._captured is not None
-        self._captured[layer] = state
+        handles = [hook(layer) for layer in layer_ids]
+        try:
+            yield captured
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _probe(self) -> dict[int, LayerShape]:
         cache = ProbeCache()
@@ -161,27 +159,65 @@ class HFTarget:
         return cache.shapes
 
     def _self_check(self) -> None:
-        """A plain and a tree pass over the same few tokens must agree, before and after keeping the tree's path."""
-        a, b, c, d, x = (i % self.vocab_size for i in (3, 7, 11, 5, 13))
-        cache = self.new_cache(1, 8)
-
-        def block(tokens: list[int], start: int, tree: list[list[int]] | None, depths: list[int]) -> Block:
-            ids, place = (torch.tensor([t], device=self.device) for t in (tokens, depths))
-            mask = None if tree is None else torch.tensor([tree], device=self.device, dtype=torch.bool)
-            return Block(ids, (0,), (start,), (0,), place, mask)
-
-        plain = self.forward(block([a, b, c, d], 0, None, [0, 1, 2, 3]), cache).logits[0].float()
-        self.forward(block([a], 0, None, [0]), cache)
-        tree = self.forward(block([b, x, c], 1, [[1, 0, 0], [0, 1, 0], [1, 0, 1]], [0, 0, 1]), cache).logits[0].float()
-        cache.keep(0, 1, [0, 2])
-        after = self.forward(block([d], 3, [[1]], [0]), cache).logits[0].float()
-        off = (torch.stack([tree[0], tree[2], after[0]]) - plain[1:]).abs().max()
+        """Raises TargetError unless the model gives its states and decodes a tree of a few tokens as it does a line."""
+        name, every = type(self.model).__name__, range(self.num_layers + 1)
+        self.set_eagle3_layers_to_capture(every)
+        try:
+            with self._small_windows():
+                line, tree = self._line_and_tree()
+        except TargetError:
+            raise
+        except Exception as error:
+            raise TargetError(f"{name} does not take a tree mask with positions of its own: {error}") from error
+        finally:
+            self.set_eagle3_layers_to_capture(None)
+        assert line.states is not None
+        if line.states.shape[2:] != (len(every) * self.hidden_size,):
+            raise TargetError(
+                f"{name} carries states of shape {tuple(line.states.shape)} between layers, expected [batch, tokens, "
+                f"layers * {self.hidden_size}]: more than one stream cannot feed a drafter."
+            )
+        plain = line.logits[0].float()
+        off = (tree.float() - plain[3:]).abs().max()
         allowed = (2e-3 if self.dtype in (torch.float32, torch.float64) else 0.3) * plain.std().clamp(min=1e-6)
         if not off <= allowed:
             raise TargetError(
-                f"{type(self.model).__name__} does not decode a tree as it decodes a line (logits differ by {off:.3g}, "
+                f"{name} does not decode a tree as it decodes a line (logits differ by {off:.3g}, "
                 f"allowed {allowed:.3g}): its attention ignores the mask or the positions it is given."
             )
+
+    def _line_and_tree(self) -> tuple[TargetOutput, torch.Tensor]:
+        """Six tokens in one pass, masked by the model itself; and the logits of the last three out of a tree."""
+        a, b, c, d, e, f, x = (i % self.vocab_size for i in (3, 7, 11, 5, 13, 17, 19))
+        cache = self.new_cache(1, 8)
+
+        def run(tokens: list[int], start: int, tree: tuple[list[int], list[list[int]]] | None) -> TargetOutput:
+            ids = torch.tensor([tokens], device=self.device)
+            if tree is None:
+                return self.forward(Block(ids, (0,), (start,), (0,)), cache)
+            depths, ancestors = (torch.tensor([part], device=self.device) for part in tree)
+            return self.forward(Block(ids, (0,), (start,), (0,), depths, ancestors.bool()), cache)
+
+        line = run([a, b, c, d, e, f], 0, None)
+        run([a, b, c], 0, None)
+        tree = run([d, x, e], 3, ([0, 1, 1], [[1, 0, 0], [1, 1, 0], [1, 0, 1]])).logits[0]
+        cache.keep(0, 3, [0, 2])
+        return line, torch.stack([tree[0], tree[2], run([f], 5, None).logits[0, 0]])
+
+    @contextmanager
+    def _small_windows(self) -> Iterator[None]:
+        """Windows and chunks of three tokens, so that a few tokens show whether masks reach the layers they are for."""
+        names = [n for n in ("sliding_window", "attention_chunk_size") if getattr(self.config, n, None)]
+        sizes, masks = {n: getattr(self.config, n) for n in names}, self._masks
+        try:
+            for name in names:
+                setattr(self.config, name, 3)
+            self._masks = MaskKinds.from_config(self.config)
+            yield
+        finally:
+            for name, size in sizes.items():
+                setattr(self.config, name, size)
+            self._masks = masks
 
 
 def nested(start: Any) -> Iterator[tuple[str, Any]]:

@@ -84,6 +84,12 @@ class SlotCache(Cache):
                 source = torch.tensor(rows, device=tensor.device) + start
                 tensor[:, slot, :, start : start + len(rows)] = tensor[:, slot].index_select(2, source)
 
+    def clear(self, slot: int) -> None:
+        """Zeroes a slot that may hold NaN, which a masked row would still spread."""
+        for pool in self._pools:
+            for tensor in pool:
+                tensor[:, slot].zero_()
+
     # What transformers' mask builders ask of a cache. They run only for a block at the start of a single slot.
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

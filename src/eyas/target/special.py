@@ -11,11 +11,14 @@ from torch import nn
 
 
 @contextmanager
-def llama4_temperature(layers: list[nn.Module], places: torch.Tensor) -> Iterator[None]:
+def llama4(model: Any, layers: list[nn.Module], places: torch.Tensor) -> Iterator[None]:
     """Llama 4 scales the queries of its NoPE layers by their position, which it takes from cache length and row index.
 
     In a tree the row index is not the position, so the model's own scaling is switched off for one forward pass and
     applied to the output of ``q_proj`` (nothing lies between the two on these layers) from ``places`` [B, T].
+
+    In transformers 5.24.0 the multimodal wrapper also reads ``image_outputs`` from its language model's output, which
+    has no such field, so that it cannot run at all: it gets one for the same pass.
     """
     attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in layers]
     tuned = [
@@ -26,6 +29,8 @@ def llama4_temperature(layers: list[nn.Module], places: torch.Tensor) -> Iterato
         and not attention.use_rope
     ]
     handles = []
+    if type(model).__name__ == "Llama4ForConditionalGeneration":
+        handles.append(model.language_model.register_forward_hook(give_image_outputs))
     for attention in tuned:
         scale = torch.log1p(torch.floor((places.float() + 1.0) / attention.floor_scale)) * attention.attn_scale + 1.0
 
@@ -41,6 +46,11 @@ def llama4_temperature(layers: list[nn.Module], places: torch.Tensor) -> Iterato
             handle.remove()
         for attention in tuned:
             attention.attn_temperature_tuning = True
+
+
+def give_image_outputs(_module: nn.Module, _args: Any, output: Any) -> None:
+    if not hasattr(output, "image_outputs"):
+        output.image_outputs = None
 
 
 def take_rope_delta(model: nn.Module) -> int:

@@ -1,0 +1,150 @@
+"""A drafter to and from disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from eyas.core import CheckpointError, UsageError
+from eyas.drafter import dialects, vocabulary
+from eyas.drafter.checkpoint import Checkpoint
+from eyas.drafter.config import Eagle3Config, resolve_layer_ids, tensor_shapes
+from eyas.drafter.model import Eagle3Model
+
+_SHOWN = 8  # problems listed in one error: it must fit a screen
+_FUSED = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+
+
+def load_drafter(
+    path: str | Path,
+    *,
+    target_hidden_size: int,
+    target_vocab_size: int,
+    num_target_layers: int,
+    dtype: torch.dtype,
+    device: str | torch.device = "cpu",
+    aux_layer_ids: tuple[int, ...] | None = None,
+) -> Eagle3Model:
+    """The drafter at ``path`` (a folder or a weights file, any dialect) for a target of these sizes, in eval mode.
+
+    ``aux_layer_ids`` are entry ids that replace the checkpoint's, where its convention is known to be another. ``bind``
+    must still lend it the target's embedding and head where it has none. Raises one CheckpointError that lists what is
+    wrong: file, tensor, expected, found, and what to do.
+    """
+    checkpoint = Checkpoint.open(path)
+    reading = dialects.read(checkpoint)
+    config = reading.config
+    if aux_layer_ids is not None:
+        config = replace(config, aux_layer_ids=tuple(sorted(aux_layer_ids)))
+    problems = list(reading.problems)
+    problems += _target_problems(config, target_hidden_size, target_vocab_size)
+    try:
+        config = replace(config, aux_layer_ids=resolve_layer_ids(config, num_target_layers))
+    except CheckpointError as error:
+        problems.append(str(error))
+    if aux_layer_ids is not None and not problems:
+        problems += config.problems()
+    if problems:
+        raise _refusal(checkpoint.path, problems)
+    return _build(checkpoint, reading, config, dtype, device)
+
+
+def save(model: Eagle3Model, folder: str | Path, dialect: str = "sglang") -> None:
+    """Writes config.json and model.safetensors, each complete or not at all; SGLang and vLLM can load the result.
+
+    Borrowed weights are not written; d2t and t2d are where the vocabulary is reduced. Raises CheckpointError for a
+    drafter which the dialect cannot express.
+    """
+    from safetensors.torch import save_file
+
+    if dialect != "sglang":
+        raise UsageError(f"writing the dialect {dialect!r} is not supported; write 'sglang'")
+    place = Path(folder)
+    config = dialects.sglang_config(model.config, str(model.dtype).removeprefix("torch."))
+    state = {name: value.detach().cpu() for name, value in model.state_dict().items()}
+    ids = state.pop("draft_to_target").numpy()
+    tensors = {dialects.sglang_name(name): value for name, value in _split(state, model.config).items()}
+    if (vocabulary.offsets_from_ids(ids) != 0).any() or len(ids) < model.config.vocab_size:
+        tensors["d2t"] = torch.from_numpy(vocabulary.offsets_from_ids(ids))
+        tensors["t2d"] = torch.from_numpy(vocabulary.membership(ids, model.config.vocab_size))
+    place.mkdir(parents=True, exist_ok=True)
+    # the config goes last: a folder without it is no drafter yet
+    draft = place / ".model.safetensors.part"
+    save_file({name: value.contiguous().clone() for name, value in tensors.items()}, draft, {"format": "pt"})
+    draft.replace(place / "model.safetensors")
+    draft = place / ".config.json.part"
+    draft.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    draft.replace(place / "config.json")
+
+
+def _target_problems(config: Eagle3Config, hidden_size: int, vocab_size: int) -> list[str]:
+    pairs = {
+        "hidden size": (config.target_hidden_size, hidden_size),
+        "vocabulary size": (config.vocab_size, vocab_size),
+    }
+    return [
+        f"made for a target of {what} {made_for}, this target's is {found}: take the drafter of this target"
+        for what, (made_for, found) in pairs.items()
+        if made_for != found
+    ]
+
+
+def _refusal(path: Path, problems: list[str]) -> CheckpointError:
+    if len(problems) == 1:
+        return CheckpointError(problems[0] if str(path) in problems[0] else f"{path}: {problems[0]}")
+    lines = [f"  - {problem}" for problem in problems[:_SHOWN]]
+    if len(problems) > _SHOWN:
+        lines.append(f"  - and {len(problems) - _SHOWN} more")
+    return CheckpointError("\n".join([f"{path}: this drafter cannot be used here:", *lines]))
+
+
+def _build(
+    checkpoint: Checkpoint,
+    reading: dialects.Reading,
+    config: Eagle3Config,
+    dtype: torch.dtype,
+    device: str | torch.device,
+) -> Eagle3Model:
+    with torch.device("meta"):  # nothing is initialised that the file is about to fill
+        model = Eagle3Model(config)
+    wanted = {reading.names[name]: name for name in tensor_shapes(config)}
+    weights = {wanted[name]: value.to(device, dtype) for name, value in checkpoint.values(wanted)}
+    state = _fuse(weights)
+    if "d2t" in reading.names:
+        ids = torch.from_numpy(vocabulary.ids_from_offsets(checkpoint.array(reading.names["d2t"])))
+    else:
+        ids = torch.arange(config.draft_vocab_size)
+    state["draft_to_target"] = ids.to(device)
+    model.load_state_dict(state, assign=True)
+    return model.eval()
+
+
+def _fuse(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """From the tensors of a file, one per projection, to the module's parameters."""
+    state = dict(weights)
+    for name in weights:
+        for fused, parts in _FUSED.items():
+            if f".{parts[0]}." in name:
+                members = [name.replace(parts[0], part) for part in parts]
+                state[name.replace(parts[0], fused)] = torch.cat([state.pop(member) for member in members])
+    return state
+
+
+def _split(state: Mapping[str, torch.Tensor], config: Eagle3Config) -> dict[str, torch.Tensor]:
+    """The inverse of ``_fuse``."""
+    shapes = tensor_shapes(config)
+    tensors = dict(state)
+    for name in state:
+        for fused, parts in _FUSED.items():
+            if f".{fused}." in name:
+                members = [name.replace(fused, part) for part in parts]
+                pieces = tensors.pop(name).split([shapes[member][0] for member in members])
+                tensors |= dict(zip(members, pieces, strict=True))
+    return tensors
