@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from eyas.core import TargetError, UsageError
+from eyas.core import EyasError, TargetError, UsageError
 from eyas.target import special
 from eyas.target.cache import LayerShape, ProbeCache, SlotCache
 from eyas.target.contract import Block, TargetOutput
@@ -147,13 +147,10 @@ class HFTarget:
     def _probe(self) -> dict[int, LayerShape]:
         cache = ProbeCache()
         token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        try:
-            with torch.no_grad():
-                self.model(input_ids=token, position_ids=token, use_cache=True, **{self._cache_name: cache})
-        except (TypeError, AttributeError, ValueError, RuntimeError) as error:
-            raise TargetError(
-                f"{type(self.model).__name__} does not run on token ids, positions and a cache alone: {error}"
-            ) from error
+        arguments = {"input_ids": token, "position_ids": token, "use_cache": True, self._cache_name: cache}
+        explained = self._explained("does not run on token ids, positions and a cache alone")
+        with explained, torch.no_grad(), special.llama4(self.model, self.layers, token):
+            self.model(**arguments)
         if not cache.shapes:
             raise TargetError(f"{type(self.model).__name__} wrote no keys and values to the cache it was given.")
         return cache.shapes
@@ -162,15 +159,9 @@ class HFTarget:
         """Raises TargetError unless the model gives its states and decodes a tree of a few tokens as it does a line."""
         name, every = type(self.model).__name__, range(self.num_layers + 1)
         self.set_eagle3_layers_to_capture(every)
-        try:
-            with self._small_windows():
-                line, tree = self._line_and_tree()
-        except TargetError:
-            raise
-        except Exception as error:
-            raise TargetError(f"{name} does not take a tree mask with positions of its own: {error}") from error
-        finally:
-            self.set_eagle3_layers_to_capture(None)
+        with self._explained("does not take a tree mask with positions of its own"), self._small_windows():
+            line, tree = self._line_and_tree()
+        self.set_eagle3_layers_to_capture(None)
         assert line.states is not None
         if line.states.shape[2:] != (len(every) * self.hidden_size,):
             raise TargetError(
@@ -185,6 +176,16 @@ class HFTarget:
                 f"{name} does not decode a tree as it decodes a line (logits differ by {off:.3g}, "
                 f"allowed {allowed:.3g}): its attention ignores the mask or the positions it is given."
             )
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """Whatever a model raises on being tried out says that it cannot be a target."""
+        try:
+            yield
+        except EyasError:
+            raise
+        except Exception as error:
+            raise TargetError(f"{type(self.model).__name__} {what}: {type(error).__name__}: {error}") from error
 
     def _line_and_tree(self) -> tuple[TargetOutput, torch.Tensor]:
         """Six tokens in one pass, masked by the model itself; and the logits of the last three out of a tree."""
