@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from eyas.core import Draft, DraftShape
-from eyas.drafter.config import resolve_layer_ids
 from eyas.drafter.contract import SequenceView, TrueStates
 from eyas.drafter.model import Eagle3Model
 from eyas.speculation.sampling import perturbed
@@ -33,16 +32,18 @@ class Eagle3Drafter:
     Draft-time slots are written behind them and overwritten by the next ``extend``.
     """
 
-    def __init__(self, model: Eagle3Model, num_target_layers: int):
+    def __init__(self, model: Eagle3Model):
         self.model = model
-        self.layer_ids = resolve_layer_ids(model.config, num_target_layers)
+        self.layer_ids = model.aux_layer_ids
         self._tips: dict[int, Tip] = {}
 
     def start(self, target: Eagle3Target, slots: int, rows: int) -> None:
         embed, head = target.get_embed_and_head()
         self.model.bind(embed, head)
-        config, kind = self.model.config, self.model.fc_dtype_device
+        config = self.model.config
+        kind = (self.model.dtype, self.model.device)
         shape = LayerShape(config.num_key_value_heads, config.head_dim, config.head_dim, *kind)
+        self.model.reserve_positions(rows)
         self.cache = SlotCache(dict.fromkeys(range(config.num_hidden_layers), shape), slots, rows)
         self._tips.clear()
 
@@ -54,7 +55,7 @@ class Eagle3Drafter:
         embeds = self.model.embed(true.tokens)
         if true.image_mask is not None and true.embeds is not None and true.embeds.shape == embeds.shape:
             embeds = torch.where(true.image_mask[:, None], true.embeds.to(embeds.dtype), embeds)
-        hidden = self.model.fuse(true.states[None].to(embeds.dtype))
+        hidden = self.model.fuse(true.states[None])
         positions = torch.arange(true.start, true.start + count, device=embeds.device)[None]
         mask = None
         if count > 1:

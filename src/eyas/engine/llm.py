@@ -201,19 +201,21 @@ def load(
 
 def load_drafter_for(target: HFTarget, drafter: str | Path) -> Drafter:
     """The drafter at a path, checked against ``target``; or, by the name ``untrained``, a random one for it."""
-    from eyas.drafter.checkpoint import load_drafter
     from eyas.drafter.eagle3 import Eagle3Drafter
     from eyas.drafter.model import untrained
+    from eyas.drafter.storage import load_drafter
 
-    sizes = {
-        "target_hidden_size": target.hidden_size,
-        "target_vocab_size": target.vocab_size,
-        "num_target_layers": target.num_layers,
-    }
-    make = untrained if str(drafter) == "untrained" else load_drafter
-    args = () if make is untrained else (Path(drafter),)
-    model = make(*args, **sizes, dtype=target.dtype, device=target.device)  # type: ignore[operator]
-    return Eagle3Drafter(model, target.num_layers)
+    place: Any = {"dtype": target.dtype, "device": target.device}
+    if str(drafter) == "untrained":
+        return Eagle3Drafter(untrained(target.hidden_size, target.num_layers, target.vocab_size, **place))
+    model = load_drafter(
+        drafter,
+        target_hidden_size=target.hidden_size,
+        target_vocab_size=target.vocab_size,
+        num_target_layers=target.num_layers,
+        **place,
+    )
+    return Eagle3Drafter(model)
 
 
 def fit_context(wanted: int | None, most: int | None) -> int:

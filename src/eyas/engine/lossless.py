@@ -15,21 +15,24 @@ import torch
 
 from eyas.core import Request, SamplingParams
 from eyas.engine.llm import LLM, Completion, Prompt
-from eyas.speculation.sampling import TokenHistory, needs_history, perturbed
+from eyas.speculation.sampling import TokenHistory, needs_history, perturbed, process_logits
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two decodings part: ``tokens`` are plain's and speculation's at output ``index``."""
+    """Where two decodings part: ``tokens`` are plain's and speculation's at output ``index``.
+
+    ``error`` is the largest difference between the target's low-precision and fp32 logits at this place. The divergence
+    is a near-tie when rounding of that size explains both choices: in fp32 they are the first two, less than twice the
+    error apart; or one of them stands so near the border of top-k, top-p or min-p that the error moves it across, and
+    the other is the best of the rest.
+    """
 
     index: int
     tokens: tuple[int, int]
-    gap: float  # between the two in fp32, in units of log-probability; infinite where they are not its first two
-    allowed: float  # twice the largest low-precision logit error at this place
-
-    @property
-    def near_tie(self) -> bool:
-        return self.gap < self.allowed
+    gap: float  # between their scores in fp32: logits, with temperature and noise where sampled
+    error: float
+    near_tie: bool
 
 
 @dataclass(frozen=True)
@@ -81,19 +84,69 @@ class Comparer:
         prefix = torch.tensor([[*request.prompt_ids, *ours[:index]]], device=self.llm.target.device)
         low, exact = (last_logits(model, prefix, request.images) for model in (self.llm.target.model, self._fp32))
         sampling = request.sampling
+        sampling = request.sampling
         error = float((low - exact).abs().max()) / (sampling.temperature or 1.0)
         history = None
         if needs_history(sampling):
             history = TokenHistory.from_tokens(request.prompt_ids, ours[:index], exact.shape[-1], exact.device)
-        stop_ids = self.llm.engine.stop_ids(sampling)
-        scores = perturbed(exact, sampling, [index], history=history, stop_ids=stop_ids)[0]
-        best = scores.topk(2)
-        gap = float(best.values[0] - best.values[1]) if {a, b} == set(best.indices.tolist()) else float("inf")
-        return Divergence(index, (a, b), gap, 2 * error)
+        uncut = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)
+        context: Any = {"history": history, "stop_ids": self.llm.engine.stop_ids(sampling), "output_indices": [index]}
+        weights = process_logits(exact, uncut, **context)[0]
+        scores = perturbed(exact, uncut, **context)[0]
+        gap = float((scores[a] - scores[b]).abs())
+        return Divergence(index, (a, b), gap, error, explained(weights, scores, (a, b), sampling, error))
 
     @cached_property
     def _fp32(self) -> Any:
         return copy.deepcopy(self.llm.target.model).float()
+
+
+def explained(
+    weights: torch.Tensor, scores: torch.Tensor, tokens: tuple[int, int], sampling: SamplingParams, error: float
+) -> bool:
+    """Whether errors of up to ``error`` in the log-weights [V] explain that both tokens were chosen.
+
+    ``scores`` [V] are the log-weights with noise; neither has been cut by top-k, top-p or min-p.
+    """
+    if min(tokens) < 0:  # one answer ended where the other went on
+        return False
+    surely, possibly = borders(weights, sampling, error)
+    if not all(possibly[token] for token in tokens):
+        return False
+    rivals = surely.clone()
+    rivals[list(tokens)] = False
+    best_rival = scores.masked_fill(~rivals, -torch.inf).max()
+    sure = [scores[token] for token in tokens if surely[token]]
+    best = max(sure) if sure else best_rival
+    return all(bool(scores[token] >= torch.maximum(best, best_rival) - 2 * error) for token in tokens)
+
+
+def borders(weights: torch.Tensor, sampling: SamplingParams, error: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which tokens [V] top-k, top-p and min-p keep under every error of the log-weights up to ``error``, and under some.
+
+    A token's rank and the mass before it change most when it moves by the error one way and all others the other way.
+    """
+    order = weights.argsort(descending=True)
+    probs = weights.softmax(-1)
+    surely = torch.ones_like(weights, dtype=torch.bool)
+    possibly = surely.clone()
+    for sign, kept in ((1.0, surely), (-1.0, possibly)):  # the worst and the best case for the token itself
+        # those before it: everything that could overtake it, or everything that it could not overtake
+        before = torch.searchsorted(-weights[order], -(weights - sign * 2 * error), right=sign > 0)
+        mass = torch.nn.functional.pad(probs[order].cumsum(0), (1, 0))[before]
+        if sign > 0:
+            mass = (mass - probs).clamp(min=0)
+            before = (before - 1).clamp(min=0)
+        odds = mass / (1 - mass).clamp(min=1e-9) * torch.exp(torch.tensor(sign * 2 * error))
+        mass = odds / (1 + odds)
+        if sampling.top_k:
+            kept &= before < sampling.top_k
+        if sampling.top_p < 1:
+            kept &= mass < sampling.top_p
+        if sampling.min_p > 0:
+            floor = weights.max() + torch.log(torch.tensor(sampling.min_p))
+            kept &= weights >= floor + sign * 2 * error
+    return surely, possibly
 
 
 @torch.no_grad()
