@@ -53,7 +53,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One drafter on disk. ``tensors`` has the names in the files; vocabulary maps may be ``.npy`` files beside them."""
+    """One drafter on disk. ``tensors`` has the names in the files; maps may be ``.npy`` files beside them."""
 
     path: Path
     config: Mapping[str, Any]

@@ -71,18 +71,16 @@ class Eagle3Config:
             (c.has_fc or not (c.fc_norm or c.norm_before_fc), "a norm before fc is set but there is no fc"),
             (
                 c.own_embedding or shared,
-                f"hidden_size {c.hidden_size} differs from target_hidden_size {c.target_hidden_size}: the drafter cannot "
-                "borrow the target's embedding, the file must hold embed_tokens.weight",
+                f"hidden_size {c.hidden_size} differs from target_hidden_size {c.target_hidden_size}, so the target's "
+                "embedding cannot serve and the file must hold embed_tokens.weight",
             ),
             (head, "no lm_head.weight, and the target's head needs the same hidden size and the full vocabulary"),
             (not c.tied_head or c.draft_vocab_size == c.vocab_size, "a tied head needs the full vocabulary"),
-            (c.hidden_act in ACTIVATIONS, f"hidden_act {c.hidden_act!r} is not one of {', '.join(ACTIVATIONS)}"),
+            (c.hidden_act == "silu", f"hidden_act is {c.hidden_act!r}; like the engines, Eyas has silu only"),
             *_rope_checks(c.rope),
         ]
         return [message for fine, message in checks if not fine]
 
-
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 
 # What each kind of RoPE scaling needs beside rope_theta. "dynamic" and "longrope" change with the sequence's length,
 # which a drafter that redoes its positions cannot follow consistently.
@@ -130,8 +128,9 @@ def resolve_layer_ids(config: Eagle3Config, num_target_layers: int) -> tuple[int
     if outside:
         raise CheckpointError(
             f"auxiliary layers are entry ids {list(config.aux_layer_ids)} (output ids "
-            f"{[i - 1 for i in config.aux_layer_ids]}), but the target has {num_target_layers} layers, its entry ids end at "
-            f"{num_target_layers}: take the drafter of this target, or give aux_layer_ids if it uses the other convention"
+            f"{[i - 1 for i in config.aux_layer_ids]}), but this target has {num_target_layers} layers, so entry ids "
+            f"end at {num_target_layers}: take the drafter of this target, or give aux_layer_ids where the file "
+            "follows the other convention"
         )
     return config.aux_layer_ids
 

@@ -62,7 +62,7 @@ class LayerIds:
 
 @dataclass(frozen=True)
 class Reading:
-    """A checkpoint understood. ``names`` maps Eyas's tensor names to the files'; ``problems`` says why it cannot run."""
+    """A checkpoint understood. ``names`` maps Eyas's tensor names to the files'; ``problems`` why it cannot run."""
 
     dialect: str
     evidence: tuple[str, ...]
@@ -147,9 +147,8 @@ def sglang_config(config: Eagle3Config, dtype: str) -> dict[str, Any]:
     """The config.json of ``config`` in SGLang's dialect. Raises CheckpointError for what that dialect cannot say."""
     c = config
     cannot = [key for key in ("norm_before_residual", "qk_norm", "attention_bias") if getattr(c, key)]
-    if cannot or c.hidden_act != "silu":
-        what = ", ".join(cannot) or f"hidden_act {c.hidden_act}"
-        raise CheckpointError(f"SGLang has no drafter with {what}: it would load this one and compute something else")
+    if cannot:
+        raise CheckpointError(f"SGLang has no drafter with {', '.join(cannot)}: it would compute something else")
     kind, theta = c.rope["rope_type"], c.rope["rope_theta"]
     borrows_head = not c.own_head and not c.tied_head
     written: dict[str, Any] = {

@@ -83,7 +83,7 @@ def _odd_ids(raw: Mapping[str, Any], reading: Reading) -> list[str]:
         (written != sorted(written), f"layer ids {written} are not ascending; states are joined in layer order anyhow"),
         (
             ids.convention == "output" and sorted(written) == [2, n // 2, n - 3],
-            f"layer ids {written}, read as output ids, are exactly the default entry ids of a target of {n} layers: the "
+            f"layer ids {written}, read as output ids, equal the default entry ids of a target of {n} layers; the "
             "file cannot tell which convention it was trained with; measure acceptance with both",
         ),
         (
@@ -134,8 +134,8 @@ def _odd(raw: Mapping[str, Any], reading: Reading) -> list[str]:
         (foreign, f"{', '.join(foreign)}: SGLang has no such drafter and computes something else"),
         (
             c.max_position_embeddings <= 2048,
-            f"max_position_embeddings is {c.max_position_embeddings}: engines that size their rotary table by it fail or "
-            "degrade on longer prompts",
+            f"max_position_embeddings is {c.max_position_embeddings}: engines that size their rotary table by it fail "
+            "or degrade on longer prompts",
         ),
         (
             "mrope" in str(text.get("rope_scaling")) + str(text.get("rope_parameters")),

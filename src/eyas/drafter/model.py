@@ -6,7 +6,6 @@ models/llama_eagle3.py and qwen3_eagle3.py, and SGLang 0.5.23 srt/models/llama_e
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -15,12 +14,6 @@ from torch.nn import functional as F
 
 from eyas.core import CheckpointError
 from eyas.drafter.config import Eagle3Config, default_layer_ids
-
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
 
 
 class KVCache(Protocol):
@@ -85,11 +78,10 @@ class MLP(nn.Module):
         super().__init__()
         self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.act = _ACTIVATIONS[config.hidden_act]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(self.act(gate) * up)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class DraftLayer(nn.Module):

@@ -117,12 +117,13 @@ def explained(
     rivals[list(tokens)] = False
     best_rival = scores.masked_fill(~rivals, -torch.inf).max()
     sure = [scores[token] for token in tokens if surely[token]]
-    best = max(sure) if sure else best_rival
-    return all(bool(scores[token] >= torch.maximum(best, best_rival) - 2 * error) for token in tokens)
+    best = max(sure, default=best_rival)
+    first_two = len(sure) < 2 or bool(min(sure) >= best_rival)
+    return first_two and bool(best >= best_rival) and all(bool(scores[t] > best - 2 * error) for t in tokens)
 
 
 def borders(weights: torch.Tensor, sampling: SamplingParams, error: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which tokens [V] top-k, top-p and min-p keep under every error of the log-weights up to ``error``, and under some.
+    """Which tokens [V] top-k, top-p and min-p keep whatever the errors (each up to ``error``), and which under some.
 
     A token's rank and the mass before it change most when it moves by the error one way and all others the other way.
     """

@@ -59,7 +59,7 @@ def load_target(
         else:
             model, info = _read_model(source, dtype, device, trust_remote_code, attn_implementation)
         _refuse_invented_weights(info, type(model).__name__)
-        tokenizer = _read_tokenizer(source, trust_remote_code, need_tokenizer)
+        tokenizer = _read_tokenizer(source, model.config, trust_remote_code, need_tokenizer)
     processor, why_not = _read_processor(source, model.config, trust_remote_code)
     return LoadedTarget(model.eval().requires_grad_(False), tokenizer, processor, name, why_not)
 
@@ -153,12 +153,14 @@ def _refuse_invented_weights(info: dict[str, Any], class_name: str) -> None:
         raise TargetError("; ".join(info["error_msgs"]))
 
 
-def _read_tokenizer(source: Source, trust_remote_code: bool, needed: bool) -> PreTrainedTokenizerBase | None:
+def _read_tokenizer(
+    source: Source, config: PreTrainedConfig, trust_remote_code: bool, needed: bool
+) -> PreTrainedTokenizerBase | None:
     from transformers import AutoTokenizer
 
     try:
         if source.gguf:
-            return read_gguf_tokenizer(source.gguf)
+            return read_gguf_tokenizer(source.gguf, config)
         tokenizer = AutoTokenizer.from_pretrained(source.place, trust_remote_code=trust_remote_code, **source.options)
         # Without files some classes make do with their special tokens (and one for a space): never a real vocabulary.
         if len(tokenizer) <= len(tokenizer.all_special_tokens) + 1:
@@ -167,7 +169,7 @@ def _read_tokenizer(source: Source, trust_remote_code: bool, needed: bool) -> Pr
     except Exception as error:
         if not needed:
             return None
-        raise TargetError(f"it has no usable tokenizer: {_first_line(error)}") from error
+        raise TargetError(f"it has no usable tokenizer: {_one_line(error)}") from error
 
 
 def _read_processor(
@@ -181,7 +183,7 @@ def _read_processor(
     try:
         processor = AutoProcessor.from_pretrained(source.place, trust_remote_code=trust_remote_code, **source.options)
     except Exception as error:
-        return None, f"its processor cannot be loaded: {_first_line(error)}"
+        return None, f"its processor cannot be loaded: {_one_line(error)}"
     if not isinstance(processor, ProcessorMixin):
         return None, "it comes without a processor"
     return processor, None
@@ -222,9 +224,9 @@ def _explained(name: str) -> Iterator[None]:
     except EyasError as error:
         raise TargetError(f"cannot load {name!r}: {error}") from error.__cause__
     except Exception as error:
-        raise TargetError(f"cannot load {name!r}: {_first_line(error)}") from error
+        raise TargetError(f"cannot load {name!r}: {_one_line(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 400 else f"{text[:400]} ..."

@@ -56,8 +56,8 @@ def smollm2_folder(progress: Report | None = None) -> Path:
             raise
         except Exception as error:  # a full or read-only disk raises OSError here and SafetensorError there
             raise TargetError(
-                f"cannot prepare SmolLM2 in {final.parent}: {error}. It needs 500 MB there for a moment and 275 MB to "
-                "stay; EYAS_CACHE names another folder."
+                f"cannot prepare SmolLM2 in {final.parent}: {' '.join(str(error).split())}. It needs 500 MB there for "
+                "a moment and 275 MB to stay; EYAS_CACHE names another folder."
             ) from error
     return final
 
@@ -113,8 +113,8 @@ def convert(gguf: Path, folder: Path, report: Report) -> None:
 
     report("unpacking the weights of SmolLM2", None)
     model, _ = read_gguf_model(gguf, dtype=torch.bfloat16)
-    tokenizer = read_gguf_tokenizer(gguf)
-    _split_digits(tokenizer)
+    tokenizer = read_gguf_tokenizer(gguf, model.config)
+    _make_exact(tokenizer)
     tokenizer.model_max_length = model.config.max_position_embeddings
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
@@ -124,16 +124,19 @@ def convert(gguf: Path, folder: Path, report: Report) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _split_digits(tokenizer: PreTrainedTokenizerBase) -> None:
-    """SmolLM2 was trained with every digit split off first, which transformers does not read from the GGUF file.
+def _make_exact(tokenizer: PreTrainedTokenizerBase) -> None:
+    """What transformers does not read from the GGUF file, or reads differently from version to version.
 
-    No token joins digits, so it shows only in front of them: the blank line above "1." would become two tokens.
+    SmolLM2 was trained with every digit split off first. No token joins digits, so it shows only in front of them:
+    without it, the blank line above "1." would become two tokens.
     """
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+    from tokenizers import decoders, pre_tokenizers
 
-    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
-        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
-    )
+    backend = tokenizer.backend_tokenizer
+    digits, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    backend.decoder = decoders.ByteLevel()
+    tokenizer.clean_up_tokenization_spaces = False
 
 
 def _pip_download(work: Path, report: Report) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eyas.core import TargetError
+from eyas.core import TargetError, UsageError
 from eyas.target.smollm2 import smollm2_folder
 
 
@@ -21,7 +21,9 @@ class Source:
 
 
 def find_source(name: str) -> Source:
-    """The one place ``name`` stands for, or a TargetError that says where was looked."""
+    """The one place ``name`` stands for, or an error that says where was looked."""
+    if not name:
+        raise UsageError("the target has no name; give a folder, a GGUF file, a hub id or smollm2")
     path = smollm2_folder() if name == "smollm2" else Path(name).expanduser()
     if path.is_dir():
         _check_folder(path)
@@ -31,7 +33,7 @@ def find_source(name: str) -> Source:
         return Source(str(path.parent), gguf=path)
     if path.is_file():
         raise TargetError(f"{name!r} is a file, but neither a GGUF file nor a model folder")
-    if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or not name.strip("/"):
+    if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         raise TargetError(f"there is no folder {name!r} (looked at {path.absolute()})")
     return Source(name, options=_ask_hub(name, path))
 
