@@ -98,11 +98,15 @@ class DraftShape:
         k, steps = self.eagle_topk, self.num_steps
         if steps < 1 or k < 1:
             raise UsageError(f"num_steps and eagle_topk must be >= 1, got {steps} and {k}")
-        most = 1 + k + (steps - 1) * k * k
-        least = steps + 1 if k == 1 else 2
-        if not least <= self.num_draft_tokens <= most:
+        if k == 1 and self.num_draft_tokens != steps + 1:
             raise UsageError(
-                f"num_draft_tokens must be in [{least}, {most}] for num_steps {steps} and eagle_topk {k} "
+                f"eagle_topk 1 is a chain: num_draft_tokens must be num_steps + 1 = {steps + 1} (it counts the root), "
+                f"got {self.num_draft_tokens}"
+            )
+        most = 1 + k + (steps - 1) * k * k
+        if not 2 <= self.num_draft_tokens <= most:
+            raise UsageError(
+                f"num_draft_tokens must be in [2, {most}] for num_steps {steps} and eagle_topk {k} "
                 f"(it counts the root), got {self.num_draft_tokens}"
             )
 

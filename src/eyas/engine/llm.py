@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -123,13 +123,16 @@ class LLM:
         sampling = replace(sampling or SamplingParams(), **settings)
         return Request(str(next(self._ids)), ids, sampling, images=images or found, speculate=speculate)
 
-    def complete(self, request: Request) -> Completion:
+    def complete(self, request: Request, listen: Callable[[Output], None] | None = None) -> Completion:
+        """Decodes to the end; ``listen`` hears every output as it comes."""
         begin = first = time.perf_counter()
         outputs: list[Output] = []
         for output in self._run(request):
             if not outputs:
                 first = time.perf_counter()
             outputs.append(output)
+            if listen is not None:
+                listen(output)
         end = time.perf_counter()
         last = outputs[-1]
         assert last.finish_reason is not None and last.stats is not None
@@ -177,6 +180,7 @@ def load(
     shape: DraftShape | None = None,
     context_length: int | None = None,
     trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
 ) -> LLM:
     """Loads a target, and a drafter for it, from a folder, a hub id, a GGUF file or the name ``smollm2``.
 
@@ -184,9 +188,18 @@ def load(
     shows that decoding is lossless and never that it is fast. Without one, decoding is plain.
     Raises TargetError or CheckpointError, each saying what was found and what to do.
     """
+    from eyas.drafter.storage import check_drafter
     from eyas.target.loading import load_target
 
-    loaded = load_target(str(target), dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    if drafter is not None and str(drafter) != "untrained":
+        check_drafter(drafter)  # takes no time, loading a target does
+    loaded = load_target(
+        str(target),
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        attn_implementation=attn_implementation,
+    )
     adapter = HFTarget(loaded.model)
     return LLM(
         adapter,

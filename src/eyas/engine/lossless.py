@@ -64,10 +64,16 @@ class Comparer:
     def __init__(self, llm: LLM):
         self.llm = llm
 
-    def compare(self, prompt: Prompt, sampling: SamplingParams, images: Any = None) -> Comparison:
+    def compare(
+        self, prompt: Prompt, sampling: SamplingParams, images: Any = None, *, speculative_first: bool = False
+    ) -> Comparison:
+        """Decodes ``prompt`` both ways. Whoever compares speeds over many prompts alternates which way is first."""
         request = self.llm.request(prompt, sampling, images)
-        plain = self.llm.complete(replace(request, speculate=False))
-        speculative = self.llm.complete(request)
+        ways = [replace(request, speculate=False), request]
+        if speculative_first:
+            speculative, plain = (self.llm.complete(way) for way in reversed(ways))
+        else:
+            plain, speculative = (self.llm.complete(way) for way in ways)
         divergences = []
         ours, theirs = plain.token_ids, speculative.token_ids
         while (index := first_difference(ours, theirs)) is not None:

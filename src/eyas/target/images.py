@@ -3,12 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from eyas.core import RequestError
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 # What a processor returns beside tensors about images: the engine makes these itself.
 TEXT_KEYS = frozenset({"input_ids", "attention_mask", "position_ids", "cache_position"})
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+MAX_PIXELS = 50_000_000  # a decoded image takes 3 bytes a pixel, however small its file is
+MAX_FILE = 50_000_000
+
+
+def open_image(file: str | Path) -> Image:
+    """A local picture, upright and in RGB. RequestError for what is none, or too large to be decoded safely."""
+    try:
+        from PIL import Image, ImageOps, UnidentifiedImageError
+    except ImportError as error:
+        raise RequestError("Images need Pillow: install the extra eyas[vision].") from error
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise RequestError(f"There is no image file {str(file)!r}; images are read from local files only.")
+    if (size := path.stat().st_size) > MAX_FILE:
+        raise RequestError(f"The image {path} has {size:,} bytes, more than the {MAX_FILE:,} that are read.")
+    try:
+        with Image.open(path, formats=FORMATS) as image:
+            width, height = image.size
+            if width * height > MAX_PIXELS:
+                raise RequestError(f"The image {path} has {width} x {height} pixels, more than {MAX_PIXELS:,} in all.")
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except UnidentifiedImageError as error:
+        raise RequestError(f"{path} is not an image that can be read ({', '.join(FORMATS)}).") from error
+    except Image.DecompressionBombError as error:
+        raise RequestError(f"The image {path} is too large: {error}") from error
+    except (OSError, ValueError, SyntaxError) as error:  # SyntaxError is Pillow's word for a broken PNG
+        raise RequestError(f"The image {path} is damaged: {error}") from error
 
 
 def has_images(messages: Sequence[Mapping[str, Any]]) -> bool:

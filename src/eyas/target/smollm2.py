@@ -49,7 +49,7 @@ def smollm2_folder(progress: Report | None = None) -> Path:
     final = cache_folder() / FOLDER
     if final.is_dir():
         return final
-    with _on_stderr() if progress is None else _given(progress) as report:
+    with on_stderr() if progress is None else _given(progress) as report:
         try:
             build_once(final, lambda work, result: convert(fetch(work, report), result, report), report)
         except EyasError:
@@ -202,7 +202,7 @@ def _given(report: Report) -> Iterator[Report]:
 
 
 @contextmanager
-def _on_stderr() -> Iterator[Report]:
+def on_stderr() -> Iterator[Report]:
     """A live bar on a terminal, one line per step elsewhere. Never on stdout, which a machine may be reading."""
     from rich import progress
     from rich.console import Console
