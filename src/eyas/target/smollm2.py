@@ -209,7 +209,10 @@ def on_stderr() -> Iterator[Report]:
 
     console = Console(stderr=True)
     columns = (progress.SpinnerColumn(), "{task.description}", progress.BarColumn(), progress.TimeElapsedColumn())
-    with progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+    on_terminal = console.is_terminal
+    with progress.Progress(  # left alone, it would take what is printed to stdout meanwhile to stderr
+        *columns, console=console, transient=True, disable=not on_terminal, redirect_stdout=False, redirect_stderr=False
+    ) as bars:
         task = bars.add_task("", total=None)
         shown = ""
 
@@ -217,7 +220,7 @@ def on_stderr() -> Iterator[Report]:
             nonlocal shown
             if what != shown:
                 bars.reset(task)
-                if not console.is_terminal:
+                if not on_terminal:
                     console.print(f"{what} ...", highlight=False)
             shown = what
             bars.update(task, description=what, total=None if done is None else 1.0, completed=done or 0.0)

@@ -1,0 +1,41 @@
+# Everything Eyas needs goes into one virtual environment; nothing is installed outside it. `make help` lists the targets.
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_INSTALL = $(VENV)/bin/python -m pip install --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint clean
+.NOTPARALLEL: # two installs into one environment would disturb each other
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.eyas ## install Eyas, fetch SmolLM2 and run it with and without speculation
+	$(VENV)/bin/eyas run smollm2 --compare
+
+test: lint ## install Eyas with its test tools, check style and types, run all tests
+	$(VENV)/bin/python -m pytest
+
+lint: $(VENV)/.eyas-test ## check style and types only
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+clean: ## remove the virtual environment and what building and testing left (the model cache stays)
+	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# The stamps say what is installed. They are written last, so an interrupted install is done again, and they are older
+# than pyproject.toml or constraints.txt as soon as one of these changes.
+
+$(VENV)/.eyas: pyproject.toml constraints.txt | $(VENV)/.created
+	$(PIP_INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.eyas-test: pyproject.toml constraints.txt | $(VENV)/.created
+	$(PIP_INSTALL) --editable '.[test]'
+	@touch $(VENV)/.eyas $@
+
+$(VENV)/.created:
+	@echo "Making the environment $(VENV): a few minutes, most of them for PyTorch (its last step, installing, is silent)."
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
