@@ -396,6 +396,32 @@ def _falcon_alibi() -> PreTrainedModel:
     return enliven(tf.FalconForCausalLM(config))
 
 
+def _gpt_neo() -> PreTrainedModel:
+    attention = [[["global", "local"], 2]]
+    config = tf.GPTNeoConfig(
+        vocab_size=VOCAB, hidden_size=32, num_layers=4, num_heads=4, attention_types=attention, window_size=WINDOW
+    )
+    return enliven(tf.GPTNeoForCausalLM(config))
+
+
+def _positions_from_one() -> PreTrainedModel:
+    """Adds one to the positions it is given, but not to those it makes itself (as Kosmos-2.5 does)."""
+    model = _gpt2()
+
+    def shift(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        given = kwargs.get("position_ids")
+        return args, kwargs | {"position_ids": None if given is None else given + 1}
+
+    model.transformer.register_forward_pre_hook(shift, with_kwargs=True)
+    return model
+
+
+def _layer_left_out() -> PreTrainedModel:
+    model = case("llama").build()
+    model.model.config.num_hidden_layers = 3
+    return model
+
+
 def _gemma3n() -> PreTrainedModel:
     config = tf.Gemma3nTextConfig(
         **_settings({}),
@@ -419,6 +445,9 @@ REFUSED = [
     Refused("llama-without-head", _llama_without_head, r"No output head .*get_output_embeddings\(\) gave None"),
     Refused("no-decoder", lambda: NoDecoder(tf.LlamaConfig(**DENSE)), "No decoder layers .*looked for a ModuleList"),
     Refused("bloom", _bloom, "takes no position_ids"),
-    Refused("falcon-alibi", _falcon_alibi, "."),
+    Refused("falcon-alibi", _falcon_alibi, "does not take a tree mask with positions of its own: ValueError"),
+    Refused("gpt-neo", _gpt_neo, "window of its local layers to rows of the cache instead of positions"),
+    Refused("positions-from-one", _positions_from_one, "ignores the mask or the positions .* or uses them differently"),
+    Refused("layer-left-out", _layer_left_out, r"did not run layers \[3, 4\] of the 4 it has"),
     Refused("gemma3n", _gemma3n, "more than one stream"),
 ]

@@ -160,6 +160,7 @@ def test_captured_states_are_the_models_own(name, image):
     logits, states = plain(target.model, ids, images)
     assert_same(out.states[0], states, 1e-6)
     assert_same(out.logits[0], logits, 1e-5)
+    assert (out.embeds is not None) == image
     if image:
         assert_same(out.embeds[0], states[:, : target.hidden_size], 1e-6)
         assert target.image_positions(torch.tensor([ids]), out.embeds)[0].tolist() == [i == zoo.IMAGE for i in ids]
@@ -353,12 +354,15 @@ def test_images_go_into_an_empty_slot():
 
 @pytest.mark.parametrize("name", WITH_IMAGES)
 def test_the_image_reaches_the_logits(name):
-    target = target_of(name)
+    """And the embeddings are there for the drafter, whatever layers are captured."""
+    target = HFTarget(zoo.case(name).model)
     ids, images = zoo.case(name).image_prompt()
     block = Block(torch.tensor([ids]), (0,), (0,), (0,))
     one = target.forward(block, target.new_cache(1, 30), images=images)
     other = target.forward(block, target.new_cache(1, 30), images=images | {"pixel_values": -images["pixel_values"]})
     assert (one.logits[0, -1] - other.logits[0, -1]).abs().max() > 0.1
+    assert one.embeds.shape == (1, 30, target.hidden_size)
+    assert one.states is None
 
 
 def test_rope_deltas_belong_to_requests():
@@ -448,5 +452,5 @@ def test_a_model_that_ignores_its_window_is_refused(monkeypatch):
     honest = MaskKinds.from_config
     monkeypatch.setattr(MaskKinds, "from_config", lambda config: replace(honest(config), window=999, chunk=999))
     for name in ("mistral", "gemma3", "llama4"):
-        with pytest.raises(TargetError, match="does not decode a tree as it decodes a line"):
+        with pytest.raises(TargetError, match="does not decode a tree as it reads a line"):
             HFTarget(zoo.case(name).model)

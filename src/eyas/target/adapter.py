@@ -31,6 +31,7 @@ class HFTarget:
 
     def __init__(self, model: Any):
         refuse_stateful(model)
+        special.refuse_gpt_neo(model)
         self.model = model
         self.layers = find_layers(model)
         self._embed = find_embed(model)
@@ -101,8 +102,8 @@ class HFTarget:
         if images:
             special.take_rope_delta(self.model)  # one that somebody else left behind would be taken for this image's
         wanted = {*self._layer_ids, 0} if images else self._layer_ids
-        with self._capture(wanted) as captured, special.llama4(self.model, self.layers, places):
-            logits = self.model(**inputs).logits
+        with self._capture(wanted) as captured, special.llama4_temperature(self.layers, places):
+            logits = self._run(**inputs)
         if skipped := [layer for layer in wanted if layer not in captured]:
             raise TargetError(
                 f"{type(self.model).__name__} did not run layers {skipped} of the {self.num_layers} it has."
@@ -144,37 +145,32 @@ class HFTarget:
             for handle in handles:
                 handle.remove()
 
+    def _run(self, **inputs: Any) -> torch.Tensor:
+        with special.llama4_wrapper(self.model):
+            return self.model(**inputs).logits
+
     def _probe(self) -> dict[int, LayerShape]:
         cache = ProbeCache()
         token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        arguments = {"input_ids": token, "position_ids": token, "use_cache": True, self._cache_name: cache}
-        explained = self._explained("does not run on token ids, positions and a cache alone")
-        with explained, torch.no_grad(), special.llama4(self.model, self.layers, token):
-            self.model(**arguments)
+        with torch.no_grad(), self._explained("does not run on token ids, positions and a cache alone"):
+            self._run(input_ids=token, position_ids=token, use_cache=True, **{self._cache_name: cache})
         if not cache.shapes:
             raise TargetError(f"{type(self.model).__name__} wrote no keys and values to the cache it was given.")
         return cache.shapes
 
     def _self_check(self) -> None:
-        """Raises TargetError unless the model gives its states and decodes a tree of a few tokens as it does a line."""
+        """Raises TargetError unless the model gives its states, and decodes a tree as it reads a line by itself."""
         name, every = type(self.model).__name__, range(self.num_layers + 1)
         self.set_eagle3_layers_to_capture(every)
         with self._explained("does not take a tree mask with positions of its own"), self._small_windows():
             line, tree = self._line_and_tree()
         self.set_eagle3_layers_to_capture(None)
-        assert line.states is not None
-        if line.states.shape[2:] != (len(every) * self.hidden_size,):
-            raise TargetError(
-                f"{name} carries states of shape {tuple(line.states.shape)} between layers, expected [batch, tokens, "
-                f"layers * {self.hidden_size}]: more than one stream cannot feed a drafter."
-            )
-        plain = line.logits[0].float()
-        off = (tree.float() - plain[3:]).abs().max()
-        allowed = (2e-3 if self.dtype in (torch.float32, torch.float64) else 0.3) * plain.std().clamp(min=1e-6)
+        off = (tree - line).square().mean(-1).sqrt().max() / line.std().clamp(min=1e-6)
+        allowed = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.3
         if not off <= allowed:
             raise TargetError(
-                f"{name} does not decode a tree as it decodes a line (logits differ by {off:.3g}, "
-                f"allowed {allowed:.3g}): its attention ignores the mask or the positions it is given."
+                f"{name} does not decode a tree as it reads a line (its logits differ by {off:.2g} of their spread, "
+                f"{allowed} is allowed): it ignores the mask or the positions it is given, or uses them differently."
             )
 
     @contextmanager
@@ -187,23 +183,33 @@ class HFTarget:
         except Exception as error:
             raise TargetError(f"{type(self.model).__name__} {what}: {type(error).__name__}: {error}") from error
 
-    def _line_and_tree(self) -> tuple[TargetOutput, torch.Tensor]:
-        """Six tokens in one pass, masked by the model itself; and the logits of the last three out of a tree."""
+    def _line_and_tree(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of six tokens, twice: left to the model alone, and from a prefix, a tree and a token after it."""
         a, b, c, d, e, f, x = (i % self.vocab_size for i in (3, 7, 11, 5, 13, 17, 19))
         cache = self.new_cache(1, 8)
 
-        def run(tokens: list[int], start: int, tree: tuple[list[int], list[list[int]]] | None) -> TargetOutput:
+        def run(tokens: list[int], start: int, tree: tuple[list[int], list[list[int]]] | None = None) -> torch.Tensor:
+            depths, ancestors = (torch.tensor([part], device=self.device) for part in tree) if tree else (None, None)
             ids = torch.tensor([tokens], device=self.device)
-            if tree is None:
-                return self.forward(Block(ids, (0,), (start,), (0,)), cache)
-            depths, ancestors = (torch.tensor([part], device=self.device) for part in tree)
-            return self.forward(Block(ids, (0,), (start,), (0,), depths, ancestors.bool()), cache)
+            out = self.forward(Block(ids, (0,), (start,), (0,), depths, ancestors), cache)
+            self._check_states(out.states)
+            return out.logits[0].float()
 
-        line = run([a, b, c, d, e, f], 0, None)
-        run([a, b, c], 0, None)
-        tree = run([d, x, e], 3, ([0, 1, 1], [[1, 0, 0], [1, 1, 0], [1, 0, 1]])).logits[0]
+        with torch.no_grad():
+            line = self._run(input_ids=torch.tensor([[a, b, c, d, e, f]], device=self.device), use_cache=False)
+        prefix = run([a, b, c], 0)
+        tree = run([d, x, e], 3, ([0, 1, 1], [[True, False, False], [True, True, False], [True, False, True]]))
         cache.keep(0, 3, [0, 2])
-        return line, torch.stack([tree[0], tree[2], run([f], 5, None).logits[0, 0]])
+        return line[0].float(), torch.cat([prefix, tree[[0, 2]], run([f], 5)])
+
+    def _check_states(self, states: torch.Tensor | None) -> None:
+        assert states is not None
+        expected = len(self._layer_ids) * self.hidden_size
+        if states.dim() != 3 or states.shape[-1] != expected:
+            raise TargetError(
+                f"{type(self.model).__name__} carries states of shape {tuple(states.shape)} between layers, expected "
+                f"[batch, tokens, {expected}]: more than one stream cannot feed a drafter."
+            )
 
     @contextmanager
     def _small_windows(self) -> Iterator[None]:

@@ -9,16 +9,36 @@ from typing import Any
 import torch
 from torch import nn
 
+from eyas.core import TargetError
+
 
 @contextmanager
-def llama4(model: Any, layers: list[nn.Module], places: torch.Tensor) -> Iterator[None]:
+def llama4_wrapper(model: Any) -> Iterator[None]:
+    """Lets Llama 4's multimodal wrapper run in transformers 5.24.0.
+
+    There it reads ``image_outputs`` from its language model's output, which has no such field.
+    """
+
+    def give(_module: nn.Module, _args: Any, output: Any) -> None:
+        if not hasattr(output, "image_outputs"):
+            output.image_outputs = None
+
+    if type(model).__name__ != "Llama4ForConditionalGeneration":
+        yield
+        return
+    handle = model.language_model.register_forward_hook(give)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def llama4_temperature(layers: list[nn.Module], places: torch.Tensor) -> Iterator[None]:
     """Llama 4 scales the queries of its NoPE layers by their position, which it takes from cache length and row index.
 
     In a tree the row index is not the position, so the model's own scaling is switched off for one forward pass and
     applied to the output of ``q_proj`` (nothing lies between the two on these layers) from ``places`` [B, T].
-
-    In transformers 5.24.0 the multimodal wrapper also reads ``image_outputs`` from its language model's output, which
-    has no such field, so that it cannot run at all: it gets one for the same pass.
     """
     attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in layers]
     tuned = [
@@ -29,8 +49,6 @@ def llama4(model: Any, layers: list[nn.Module], places: torch.Tensor) -> Iterato
         and not attention.use_rope
     ]
     handles = []
-    if type(model).__name__ == "Llama4ForConditionalGeneration":
-        handles.append(model.language_model.register_forward_hook(give_image_outputs))
     for attention in tuned:
         scale = torch.log1p(torch.floor((places.float() + 1.0) / attention.floor_scale)) * attention.attn_scale + 1.0
 
@@ -48,11 +66,6 @@ def llama4(model: Any, layers: list[nn.Module], places: torch.Tensor) -> Iterato
             attention.attn_temperature_tuning = True
 
 
-def give_image_outputs(_module: nn.Module, _args: Any, output: Any) -> None:
-    if not hasattr(output, "image_outputs"):
-        output.image_outputs = None
-
-
 def take_rope_delta(model: nn.Module) -> int:
     """The Qwen-VL and GLM-V families leave the position offset behind an image on the model object (``rope_deltas``).
 
@@ -64,3 +77,12 @@ def take_rope_delta(model: nn.Module) -> int:
             delta = int(deltas.flatten()[0])
             setattr(module, "rope_deltas", None)  # noqa: B010 (nn.Module's stub takes no None by plain assignment)
     return delta
+
+
+def refuse_gpt_neo(model: Any) -> None:
+    """GPT-Neo's local layers keep their window as a buffer over rows of the cache; in a tree, rows are not places."""
+    if "local" in (getattr(model.config, "attention_layers", None) or ()):
+        raise TargetError(
+            f"{type(model).__name__} applies the window of its local layers to rows of the cache instead of positions, "
+            "so it cannot verify a tree of draft tokens."
+        )
