@@ -36,19 +36,20 @@ class Runner:
 
     def prefill(self, sequence: Sequence) -> Pending:
         """Reads the prompt, and what was answered before, into the slot; the last logits are in ``output``."""
-        ids = self._tensor([*sequence.request.prompt_ids, *sequence.output_ids])
-        images = sequence.request.images
-        size = len(ids) if images else PREFILL_CHUNK
+        prompt, images = sequence.request.prompt_ids, sequence.request.images
+        ids = self._tensor([*prompt, *sequence.output_ids])
+        start, size = 0, len(prompt) if images else PREFILL_CHUNK
         pending: Pending | None = None
-        for start in range(0, len(ids), size):
+        while start < len(ids):
             chunk = ids[start : start + size]
             if pending:
                 self._feed(sequence, pending, chunk[:1])
-            block = Block(chunk[None], (sequence.slot,), (start,), (0,))
+            block = Block(chunk[None], (sequence.slot,), (start,), (sequence.rope_delta,))
             pending = Pending(start, chunk, self.target.forward(block, self.cache, last_only=True, images=images))
-            sequence.length = start + len(chunk)
+            sequence.rope_delta += pending.output.rope_delta
+            start = sequence.length = start + len(chunk)
+            images, size = None, PREFILL_CHUNK  # what was answered before holds no image
         assert pending is not None, "an empty prompt was let in"
-        sequence.rope_delta = pending.output.rope_delta
         return pending
 
     def after_prefill(self, sequence: Sequence, pending: Pending) -> None:
