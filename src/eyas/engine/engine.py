@@ -39,7 +39,9 @@ class Engine:
         self.context_length = context_length
         self.tokenizer, self.eos_ids = tokenizer, tuple(eos_ids)
         self.scheduler = Scheduler(slots)
-        self.runner = Runner(target, drafter, slots, rows=context_length + self.shape.num_draft_tokens)
+        # Behind the context there is room for a draft: its nodes, or all that the drafter tries for them.
+        spare = max(self.shape.num_draft_tokens, self.shape.eagle_topk * (self.shape.num_steps - 1))
+        self.runner = Runner(target, drafter, slots, rows=context_length + spare)
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises RequestError when it can never be served."""
@@ -93,7 +95,7 @@ class Engine:
         sequence = self._sequence(request)
         self.scheduler.start(sequence)
         pending = self.runner.prefill(sequence)
-        root = chain([[*request.prompt_ids, *request.output_ids][-1]])
+        root = chain([[*request.prompt_ids, *request.output_ids][-1]], device=self.target.device)
         try:
             logits = pending.output.logits[0]
             tokens = self._choose(sequence, root, logits)
@@ -105,12 +107,15 @@ class Engine:
         return result
 
     def _propose(self, sequences: list[Sequence]) -> list[Draft]:
-        """Drafts as deep as some sequence can still use; a root alone is plain decoding."""
+        """Drafts as deep as each sequence can still use; a root alone is plain decoding."""
         drafts = {s.slot: chain([s.last_token], device=self.target.device) for s in sequences}
-        drafting = [s for s in sequences if self.runner.drafts_for(s)]
-        if drafting and self.drafter and (shape := limited(self.shape, max(s.room for s in drafting) - 1)):
-            proposed = self.drafter.propose(drafting, shape)
-            drafts |= {s.slot: draft for s, draft in zip(drafting, proposed, strict=True)}
+        groups: dict[DraftShape, list[Sequence]] = {}
+        for sequence in sequences:
+            if self.runner.drafts_for(sequence) and (shape := limited(self.shape, sequence.room - 1)):
+                groups.setdefault(shape, []).append(sequence)
+        for shape, group in groups.items():
+            assert self.drafter is not None
+            drafts |= zip([s.slot for s in group], self.drafter.propose(group, shape), strict=True)
         return list(drafts.values())
 
     def _accept(self, sequence: Sequence, draft: Draft, logits: torch.Tensor, states: torch.Tensor | None) -> Output:

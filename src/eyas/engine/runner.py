@@ -67,9 +67,9 @@ class Runner:
             tokens = drafts[0].tokens[None]
         else:
             tokens = torch.nn.utils.rnn.pad_sequence([d.tokens for d in drafts], batch_first=True)
-        if all(max(draft.depths) == size - 1 for draft, size in zip(drafts, sizes, strict=True)):  # chains: causal
+        if all(max(draft.depths) == count - 1 for draft in drafts):  # chains of one length: causal
             return self.target.forward(Block(tokens, slots, starts, deltas), self.cache)
-        depths = torch.zeros(len(drafts), count, dtype=torch.long)
+        depths = torch.zeros(len(drafts), count, dtype=torch.long)  # padding stays at a place that surely exists
         ancestors = torch.eye(count, dtype=torch.bool).repeat(len(drafts), 1, 1)
         for row, (draft, size) in enumerate(zip(drafts, sizes, strict=True)):
             depths[row, :size] = torch.tensor(draft.depths)
