@@ -336,6 +336,7 @@ class Refused:
     name: str
     build: Callable[[], Any]
     reason: str  # a regular expression that the refusal must match
+    needs: str = "PreTrainedModel"  # a class that older transformers lack
 
 
 class NoDecoder(tf.LlamaPreTrainedModel):
@@ -439,7 +440,7 @@ def _gemma3n() -> PreTrainedModel:
 
 REFUSED = [
     Refused("mamba", _mamba, "recurrent state"),
-    Refused("kimi-linear", _kimi_linear, "recurrent state .*linear_attention"),
+    Refused("kimi-linear", _kimi_linear, "recurrent state .*linear_attention", needs="KimiLinearForCausalLM"),
     Refused("qwen3-next", _qwen3_next, "recurrent state .*linear_attention"),
     Refused("t5", _t5, "encoder-decoder"),
     Refused("llama-without-head", _llama_without_head, r"No output head .*get_output_embeddings\(\) gave None"),
