@@ -103,12 +103,17 @@ class DraftShape:
                 f"eagle_topk 1 is a chain: num_draft_tokens must be num_steps + 1 = {steps + 1} (it counts the root), "
                 f"got {self.num_draft_tokens}"
             )
-        most = 1 + k + (steps - 1) * k * k
+        most = self.most_tokens(steps, k)
         if not 2 <= self.num_draft_tokens <= most:
             raise UsageError(
                 f"num_draft_tokens must be in [2, {most}] for num_steps {steps} and eagle_topk {k} "
                 f"(it counts the root), got {self.num_draft_tokens}"
             )
+
+    @staticmethod
+    def most_tokens(num_steps: int, eagle_topk: int) -> int:
+        """Nodes of the whole tree: the root, its children, and so many more at every further step."""
+        return 1 + eagle_topk + (num_steps - 1) * eagle_topk * eagle_topk
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,66 @@
+"""The command line: one verb per module, and every way of failing in one place."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from eyas import __version__
+from eyas.cli import check, run
+from eyas.cli.console import error_line
+from eyas.cli.options import Debug
+from eyas.core import EyasError
+
+app = typer.Typer(
+    name="eyas",
+    help="EAGLE-3 speculative decoding that works on the first try and says honestly whether it pays.",
+    epilog="Try: eyas run smollm2 'Why do falcons dive?'   eyas COMMAND --help shows examples",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(run.run)
+app.command()(check.check)
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"eyas {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    pass
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Runs one command and exits: 0 done, 1 failed, 2 asked for something that cannot be, 130 interrupted."""
+    args = sys.argv[1:] if args is None else list(args)
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a character that a terminal cannot show or send is no reason to stop
+            stream.reconfigure(errors="replace")
+    try:
+        app(args, prog_name="eyas")
+    except (EyasError, OSError) as error:
+        fail(str(error), error.exit_code if isinstance(error, EyasError) else 1, "--debug" in args)
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        fail(f"internal error: {what} (run again with --debug for the traceback)", 1, "--debug" in args)
+
+
+def fail(message: str, code: int, debug: bool) -> None:
+    if debug:
+        traceback.print_exc()
+    error_line(message)
+    sys.exit(code)

@@ -1,0 +1,108 @@
+"""``eyas run --compare``: the same tokens or not, how much faster, and the exit code that says so."""
+
+from __future__ import annotations
+
+from eyas.cli import run as run_module
+from eyas.cli.prompts import DEMO
+from eyas.core import Acceptance
+from eyas.engine.lossless import Comparer, Divergence
+
+ASK = ("w5 w9 w77", "--compare", "--drafter", "untrained", "--max-tokens", "12")
+
+
+def accept_anything(draft, chosen):
+    """A planted bug: the first draft token is taken whatever the target says."""
+    if len(draft.parents) == 1:
+        return Acceptance((0,), (int(chosen[0]),))
+    return Acceptance((0, 1), (int(draft.tokens[1]), int(chosen[1])))
+
+
+def test_side_by_side(eyas, target):
+    ran = eyas("run", target, *ASK)
+    assert ran.code == 0, ran.err
+    for words in ("without speculation", "with speculation", "tokens/s", "acceptance length", "the same 12 tokens"):
+        assert words in ran.out
+    assert "in total" not in ran.out
+    assert max(map(len, ran.out.splitlines())) <= 80
+
+
+def test_the_built_in_prompts_with_a_stand_in(eyas, target):
+    ran = eyas("run", target, "--compare", "--max-tokens", 5)
+    assert ran.code == 0, ran.err
+    assert "note: no trained drafter is there yet" in ran.err and "not how fast it gets" in ran.err
+    for number, text in enumerate(DEMO, start=1):
+        assert f"[{number}] {text[:40]}" in ran.out
+    assert "in total" in ran.out and ran.out.count("the same 5 tokens") == len(DEMO)
+    assert max(map(len, ran.out.splitlines())) <= 80
+
+
+def test_json(eyas, target):
+    ran = eyas("run", target, *ASK, "--json")
+    (found,) = ran.records
+    assert found["equal"] and found["lossless"] and found["divergences"] == [] and found["speedup"] > 0
+    assert found["token_ids"] == found["plain"]["token_ids"] and found["text"] == found["plain"]["text"]
+    assert found["steps"] > 0 and found["plain"]["steps"] == 0
+    several = eyas("run", target, "--compare", "--max-tokens", 3, "--json").records
+    assert [line["prompt"] for line in several] == list(DEMO)
+
+
+def test_a_difference_in_fp32_is_a_bug_and_fails(eyas, target, monkeypatch):
+    monkeypatch.setattr("eyas.engine.engine.accept", accept_anything)
+    ran = eyas("run", target, *ASK)
+    assert ran.code == 1
+    assert "the tokens DIFFER, and rounding does not explain it" in ran.out and "  token 2: 'w" in ran.out
+    (found,) = (other := eyas("run", target, *ASK, "--json")).records
+    assert other.code == 1 and not found["equal"] and not found["lossless"]
+    assert not found["divergences"][0]["near_tie"] and found["divergences"][0]["index"] == 1
+
+
+def test_a_near_tie_is_reported_and_passes(eyas, target, monkeypatch):
+    tie = Divergence(2, (7, 9), 0.001, 0.25, True)
+    compare = Comparer.compare
+
+    def tied(self, *args, **kwargs):
+        found = compare(self, *args, **kwargs)
+        object.__setattr__(found, "divergences", (tie,))
+        return found
+
+    monkeypatch.setattr(Comparer, "compare", tied)
+    ran = eyas("run", target, *ASK)
+    assert ran.code == 0
+    assert "the same tokens but for 1 near-tie of rounding" in ran.out
+    assert "token 3: 'w7' or 'w9', in fp32 0.001 apart; float32 is off by up to 0.25" in " ".join(ran.out.split())
+    assert "near-ties" in eyas("run", target, "--compare", "--max-tokens", 3).out
+    (found,) = eyas("run", target, *ASK, "--json").records
+    assert not found["equal"] and found["lossless"]
+    assert found["divergences"] == [{"index": 2, "tokens": [7, 9], "gap": 0.001, "error": 0.25, "near_tie": True}]
+
+
+def test_an_infinite_gap_is_still_json(eyas, target, monkeypatch):
+    monkeypatch.setattr(Comparer, "_judge", lambda *_: Divergence(1, (7, -1), float("inf"), 0.0, False))
+    monkeypatch.setattr("eyas.engine.engine.accept", accept_anything)
+    (found,) = eyas("run", target, *ASK, "--json").records
+    assert found["divergences"][0]["gap"] is None
+    assert "or the end, in fp32 inf apart" in " ".join(eyas("run", target, *ASK).out.split())
+
+
+def test_each_way_is_first_in_turn_after_a_warm_up(eyas, target, monkeypatch):
+    calls = []
+    compare = Comparer.compare
+
+    def spy(self, prompt, sampling, **kwargs):
+        calls.append((sampling.max_tokens, kwargs.get("speculative_first")))
+        return compare(self, prompt, sampling, **kwargs)
+
+    monkeypatch.setattr(Comparer, "compare", spy)
+    assert eyas("run", target, "--compare", "--max-tokens", 10).code == 0
+    assert calls == [(run_module.WARM_UP_TOKENS, None), (10, False), (10, True), (10, False), (10, True)]
+
+
+def test_lower_precision(eyas, target):
+    ran = eyas("run", target, *ASK, "--dtype", "bfloat16", "--json")
+    (found,) = ran.records
+    assert ran.code == 0 and found["lossless"]
+
+
+def test_sampled_and_raw(eyas, target):
+    (found,) = eyas("run", target, *ASK, "--temperature", 1, "--top-k", 20, "--raw", "--json").records
+    assert found["equal"] and found["prompt_tokens"] == 3
