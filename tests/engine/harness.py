@@ -11,6 +11,9 @@ from typing import Any
 import torch
 import zoo
 from scripted import Errs, Script, ScriptedDrafter
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from eyas.core import DraftShape, EyasError, Request, SamplingParams
 from eyas.drafter.contract import Drafter
@@ -140,6 +143,12 @@ def random_drafter(name: str, kind: str = "standard", seed: int = 0) -> Eagle3Dr
     return Eagle3Drafter(lively(model, seed))
 
 
+@cache
+def words() -> PreTrainedTokenizerFast:
+    """A tokenizer for the zoo's vocabulary: token 7 is the word ``w007``."""
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({f"w{i:03}": i for i in range(zoo.VOCAB)})))
+
+
 # Answers
 
 
@@ -208,4 +217,6 @@ def plainly(request: Request) -> Request:
 def accept_lengths(stats: AcceptanceStats) -> Counter[int]:
     """How many verify steps accepted exactly so many draft tokens."""
     at_least = [stats.steps, *stats.accepted, 0]
-    return Counter({n: at_least[n] - at_least[n + 1] for n in range(len(at_least) - 1) if at_least[n] > at_least[n + 1]})
+    return Counter(
+        {n: at_least[n] - at_least[n + 1] for n in range(len(at_least) - 1) if at_least[n] > at_least[n + 1]}
+    )

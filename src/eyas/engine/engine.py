@@ -94,9 +94,9 @@ class Engine:
     def _prefill(self, request: Request) -> Output:
         sequence = self._sequence(request)
         self.scheduler.start(sequence)
-        pending = self.runner.prefill(sequence)
         root = chain([[*request.prompt_ids, *request.output_ids][-1]], device=self.target.device)
         try:
+            pending = self.runner.prefill(sequence)
             logits = pending.output.logits[0]
             tokens = self._choose(sequence, root, logits)
         except EyasError as error:
@@ -122,11 +122,18 @@ class Engine:
         try:
             acceptance = accept(draft, self._choose(sequence, draft, logits))
         except EyasError as error:
-            return self._fail(sequence, error)
-        sequence.stats.record(draft, acceptance)
+            return self._fail(sequence, error) if len(draft.parents) == 1 else self._again(sequence)
         result = self._emit(sequence, acceptance, logits)
+        sequence.stats.record(draft, acceptance, len(result.emitted))
         self.runner.keep(sequence, acceptance, states)
         return result
+
+    def _again(self, sequence: Sequence) -> Output:
+        """This step without a draft: what broke it may be a token that plain decoding does not meet, or not yet."""
+        self.runner.drop_draft(sequence)
+        root = chain([sequence.last_token], device=self.target.device)
+        output = self.runner.verify([sequence], [root])
+        return self._accept(sequence, root, output.logits[0], None if output.states is None else output.states[0])
 
     def _choose(self, sequence: Sequence, draft: Draft, logits: torch.Tensor) -> torch.Tensor:
         """The target's token [N] after each node of the draft."""
@@ -167,8 +174,8 @@ class Engine:
             history = TokenHistory.from_tokens(request.prompt_ids, request.output_ids, vocab, self.target.device)
         text = TextStream(self.tokenizer, sampling.stop) if self.tokenizer is not None else None
         if text is not None:
-            for token in request.output_ids:
-                text.push(token)
+            for count, token in enumerate(request.output_ids, start=1):
+                text.push(token, may_stop=count >= sampling.min_tokens)
         return Sequence(
             request,
             slot=self.scheduler.take_slot(),

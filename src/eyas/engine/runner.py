@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from eyas.core import Acceptance, Draft
+from eyas.core import Acceptance, Draft, RequestError
 from eyas.drafter.contract import Drafter, TrueStates
 from eyas.engine.sequence import Sequence
 from eyas.speculation.tree import ancestor_mask
@@ -45,7 +47,7 @@ class Runner:
             if pending:
                 self._feed(sequence, pending, chunk[:1])
             block = Block(chunk[None], (sequence.slot,), (start,), (sequence.rope_delta,))
-            pending = Pending(start, chunk, self.target.forward(block, self.cache, last_only=True, images=images))
+            pending = Pending(start, chunk, self._read(block, images))
             sequence.rope_delta += pending.output.rope_delta
             start = sequence.length = start + len(chunk)
             images, size = None, PREFILL_CHUNK  # what was answered before holds no image
@@ -66,7 +68,9 @@ class Runner:
         if len(drafts) == 1:
             tokens = drafts[0].tokens[None]
         else:
-            tokens = torch.nn.utils.rnn.pad_sequence([d.tokens for d in drafts], batch_first=True)
+            # padded with the root: masked all the same, but another token's keys and values might be NaN
+            rows = [torch.cat([d.tokens, d.tokens[:1].expand(count - len(d.tokens))]) for d in drafts]
+            tokens = torch.stack(rows)
         if all(max(draft.depths) == count - 1 for draft in drafts):  # chains of one length: causal
             return self.target.forward(Block(tokens, slots, starts, deltas), self.cache)
         depths = torch.zeros(len(drafts), count, dtype=torch.long)  # padding stays at a place that surely exists
@@ -96,11 +100,24 @@ class Runner:
         """Whether the drafter follows this sequence. One that was decoded plainly cannot be drafted for half-way."""
         return self.drafter is not None and sequence.request.speculate and sequence.finish_reason is None
 
+    def drop_draft(self, sequence: Sequence) -> None:
+        """Wipes what a draft left in the target's cache, which may be NaN."""
+        self.cache.clear(sequence.slot, sequence.length)
+
     def clear(self, slot: int) -> None:
         """Wipes a slot that may hold NaN: a masked row still takes part as 0 * its value."""
         self.cache.clear(slot)
         if self.drafter:
             self.drafter.clear(slot)
+
+    def _read(self, block: Block, images: Mapping[str, Any] | None) -> TargetOutput:
+        try:
+            return self.target.forward(block, self.cache, last_only=True, images=images)
+        except (ValueError, RuntimeError, IndexError, TypeError) as error:
+            if not images:
+                raise
+            what = f"{type(error).__name__}: {error}"
+            raise RequestError(f"The target cannot read this prompt with these images ({what}).") from error
 
     def _feed(self, sequence: Sequence, pending: Pending, following: torch.Tensor) -> None:
         if not self.drafter or not self.drafts_for(sequence):

@@ -74,8 +74,11 @@ class Sequence:
         if self.history is not None:
             self.history = self.history.with_output([token])
         enough = len(self.output_ids) >= self.sampling.min_tokens
-        text = self.text.push(token, may_stop=enough) if self.text is not None else ""
-        if enough and (token in self.stop_ids or (self.text is not None and self.text.stopped)):
+        stopped, text = enough and token in self.stop_ids, ""
+        if self.text is not None and not stopped:  # a token that ends the answer is no part of its text
+            text = self.text.push(token, may_stop=enough)
+            stopped = enough and self.text.stopped
+        if stopped:
             self.finish_reason = "stop"
         elif self.room == 0:
             self.finish_reason = "length"

@@ -13,19 +13,23 @@ class AcceptanceStats:
 
     steps: int = 0
     drafted: int = 0  # draft tokens verified, the whole tree
+    emitted: int = 0  # tokens of the answer that came of it, bonus tokens included
     reached: list[int] = field(default_factory=list)  # [depth]: steps whose draft was still alive at this position
     accepted: list[int] = field(default_factory=list)  # [depth]: and whose token there was accepted
 
-    def record(self, draft: Draft, acceptance: Acceptance) -> None:
+    def record(self, draft: Draft, acceptance: Acceptance, emitted: int) -> None:
+        """``emitted`` of the accepted tokens are counted: the answer may end inside the run."""
         deepest = max(draft.depths)
         if deepest == 0:
             return
         self.steps += 1
         self.drafted += len(draft.depths) - 1
-        hits = len(acceptance.path) - 1
+        self.emitted += emitted
+        hits = min(emitted, len(acceptance.path) - 1)
+        judged = hits + (emitted > hits)  # the bonus token says that the position after the last hit was a miss
         for counts in (self.reached, self.accepted):
             counts.extend([0] * (deepest - len(counts)))
-        for position in range(min(hits + 1, deepest)):
+        for position in range(min(judged, deepest)):
             self.reached[position] += 1
         for position in range(hits):
             self.accepted[position] += 1
@@ -33,6 +37,7 @@ class AcceptanceStats:
     def add(self, other: AcceptanceStats) -> None:
         self.steps += other.steps
         self.drafted += other.drafted
+        self.emitted += other.emitted
         for mine, theirs in ((self.reached, other.reached), (self.accepted, other.accepted)):
             mine.extend([0] * (len(theirs) - len(mine)))
             for position, count in enumerate(theirs):
@@ -40,8 +45,8 @@ class AcceptanceStats:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens per verify step, bonus token included; 1.0 when nothing was ever accepted or verified."""
-        return 1 + sum(self.accepted) / self.steps if self.steps else 1.0
+        """Tokens per verify step, bonus token included; 1.0 when nothing was ever verified."""
+        return self.emitted / self.steps if self.steps else 1.0
 
     @property
     def acceptance_rates(self) -> list[float]:

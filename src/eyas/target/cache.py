@@ -84,11 +84,11 @@ class SlotCache(Cache):
                 source = torch.tensor(rows, device=tensor.device) + start
                 tensor[:, slot, :, start : start + len(rows)] = tensor[:, slot].index_select(2, source)
 
-    def clear(self, slot: int) -> None:
-        """Zeroes a slot that may hold NaN, which a masked row would still spread."""
+    def clear(self, slot: int, start: int = 0) -> None:
+        """Zeroes a slot from row ``start`` on: it may hold NaN, which a masked row would still spread."""
         for pool in self._pools:
             for tensor in pool:
-                tensor[:, slot].zero_()
+                tensor[:, slot, :, start:].zero_()
 
     # What transformers' mask builders ask of a cache. They run only for a block at the start of a single slot.
 
