@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from eyas import __version__
-from eyas.cli import check, run
+from eyas.cli import check, convert, run
 from eyas.cli.console import error_line
 from eyas.cli.options import Debug
 from eyas.core import EyasError
@@ -26,6 +26,7 @@ app = typer.Typer(
 )
 app.command()(run.run)
 app.command()(check.check)
+app.command()(convert.convert)
 
 
 def show_version(wanted: bool) -> None:

@@ -19,7 +19,7 @@ from eyas.core import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-_BYTES = {
+ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
 }  # fmt: skip
@@ -29,7 +29,10 @@ _SPELLED = {  # torch's and numpy's names in those of safetensors
 }  # fmt: skip
 _NUMPY = {"BOOL": "?", "U8": "u1", "I32": "<i4", "I64": "<i8"}
 _MAX_HEADER = 100_000_000  # the limit of the safetensors format
-_MAX_CONFIG = 10_000_000
+MAX_CONFIG = 10_000_000
+_NO_CONFIG = "a drafter needs its config.json beside the weights"
+_PIECE = 1 << 24  # bytes copied at a time
+_SHOWN = 8  # problems listed in one error: it must fit a screen
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -48,7 +51,7 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        return self.count * _BYTES[self.dtype]
+        return self.count * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class Checkpoint:
         if not place.exists():
             raise CheckpointError(f"{place}: no such file; a drafter is a folder with config.json and weights")
         folder = place if place.is_dir() else place.parent
-        config = _read_json(folder / "config.json", _MAX_CONFIG)
+        config = read_json(folder / "config.json", MAX_CONFIG)
         tensors: dict[str, Tensor] = {}
         pickled: dict[str, torch.Tensor] = {}
         for file in _weight_files(place):
@@ -102,6 +105,16 @@ class Checkpoint:
             return _load_npy(tensor.file)
         return np.fromfile(tensor.file, _NUMPY[tensor.dtype], tensor.count, offset=tensor.start).reshape(tensor.shape)
 
+    def raw(self, name: str) -> Iterator[memoryview]:
+        """The bytes of any tensor as they are in memory and in safetensors files, piece by piece."""
+        tensor = self.tensors[name]
+        if name in self.pickled:
+            yield from _pieces(_bytes_of(self.pickled[name]))
+        elif tensor.file.suffix == ".npy":
+            yield from _pieces(memoryview(_load_npy(tensor.file).tobytes()))
+        else:
+            yield from _read_pieces(tensor)
+
     def values(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and value of each named tensor, file by file."""
         from safetensors import SafetensorError, safe_open
@@ -118,6 +131,16 @@ class Checkpoint:
                     yield from ((name, opened.get_tensor(name)) for name in members)
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{file}: cannot be read: {error}") from error
+
+
+def refusal(path: Path, problems: list[str], verdict: str = "this drafter cannot be used here") -> CheckpointError:
+    """One error for all that is wrong with the drafter at ``path``."""
+    if len(problems) == 1:
+        return CheckpointError(problems[0] if str(path) in problems[0] else f"{path}: {problems[0]}")
+    lines = [f"  - {problem}" for problem in problems[:_SHOWN]]
+    if len(problems) > _SHOWN:
+        lines.append(f"  - and {len(problems) - _SHOWN} more")
+    return CheckpointError("\n".join([f"{path}: {verdict}:", *lines]))
 
 
 def read_header(file: Path) -> dict[str, Tensor]:
@@ -169,7 +192,7 @@ def _weight_files(place: Path) -> list[Path]:
             raise CheckpointError(f"{place}: expected model.safetensors or pytorch_model.bin, found {found}")
         chosen = known[0] if known else others[0]
     if chosen.name.endswith(".index.json"):
-        shards = _read_json(chosen, _MAX_HEADER).get("weight_map")
+        shards = read_json(chosen, _MAX_HEADER).get("weight_map")
         names = sorted(set(shards.values())) if isinstance(shards, dict) else []
         for name in names:
             if not isinstance(name, str) or Path(name).name != name or not (chosen.parent / name).is_file():
@@ -182,9 +205,9 @@ def _weight_files(place: Path) -> list[Path]:
     return [chosen]
 
 
-def _read_json(file: Path, limit: int) -> dict[str, Any]:
+def read_json(file: Path, limit: int, missing: str = _NO_CONFIG) -> dict[str, Any]:
     if not file.is_file():
-        raise CheckpointError(f"{file}: missing; a drafter needs its config.json beside the weights")
+        raise CheckpointError(f"{file}: missing; {missing}")
     if file.stat().st_size > limit:
         raise CheckpointError(f"{file}: {file.stat().st_size} bytes is too much for this file")
     try:
@@ -220,6 +243,29 @@ def _load_pickled(file: Path) -> dict[str, torch.Tensor]:
     if not isinstance(content, dict) or not all(isinstance(v, torch.Tensor) for v in content.values()):
         raise CheckpointError(f"{file}: expected a dictionary of tensors by name, found {type(content).__name__}")
     return content
+
+
+def _read_pieces(tensor: Tensor) -> Iterator[memoryview]:
+    left = tensor.nbytes
+    with tensor.file.open("rb") as stream:
+        stream.seek(tensor.start)
+        while left:
+            piece = stream.read(min(left, _PIECE))
+            if not piece:
+                raise CheckpointError(f"{tensor.file}: ends before its header says: it was changed while being read")
+            left -= len(piece)
+            yield memoryview(piece)
+
+
+def _pieces(whole: memoryview) -> Iterator[memoryview]:
+    for start in range(0, len(whole), _PIECE):
+        yield whole[start : start + _PIECE]
+
+
+def _bytes_of(value: torch.Tensor) -> memoryview:
+    import torch
+
+    return value.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _load_npy(file: Path) -> np.ndarray:

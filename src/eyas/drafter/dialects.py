@@ -32,6 +32,10 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "ptd_token_id": ((None,), "parallel drafting (P-EAGLE)"),
     "mask_token_id": ((None,), "parallel or block drafting"),
     "dflash_config": ((None,), "block drafting (DFlash)"),
+    "parallel_draft_step": ((None, 0, 1), "parallel drafting"),
+    "use_input_layernorm_in_first_layer": ((None, True), "a first layer without input_layernorm"),
+    "use_last_layernorm": ((None, True), "a head without the final norm"),
+    "use_mtp_layernorm": ((None, False), "a norm between drafting steps"),
     "partial_rotary_factor": ((None, 1), "rotating only a part of each head"),
     "logit_scale": ((None, 1), "scaled logits"),
     "final_logit_softcapping": ((None, 0), "soft-capped logits"),
@@ -136,53 +140,6 @@ def eyas_name(name: str, dialect: str) -> str | None:
     return name
 
 
-def sglang_name(name: str) -> str:
-    """The inverse of ``eyas_name`` for SGLang: "midlayer" loads in all its versions, "layers.0" only in recent ones."""
-    if name.startswith("layers.0."):
-        return name.replace("layers.0.", "midlayer.", 1)
-    return re.sub(r"^(layers\.\d+)\.input_layernorm\.", r"\1.hidden_norm.", name)
-
-
-def sglang_config(config: Eagle3Config, dtype: str) -> dict[str, Any]:
-    """The config.json of ``config`` in SGLang's dialect. Raises CheckpointError for what that dialect cannot say."""
-    c = config
-    cannot = [key for key in ("norm_before_residual", "qk_norm", "attention_bias") if getattr(c, key)]
-    if cannot:
-        raise CheckpointError(f"SGLang has no drafter with {', '.join(cannot)}: it would compute something else")
-    kind, theta = c.rope["rope_type"], c.rope["rope_theta"]
-    borrows_head = not c.own_head and not c.tied_head
-    written: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "hidden_size": c.hidden_size,
-        "target_hidden_size": c.target_hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "num_hidden_layers": c.num_hidden_layers,
-        "num_attention_heads": c.num_attention_heads,
-        "num_key_value_heads": c.num_key_value_heads,
-        "head_dim": c.head_dim,
-        "vocab_size": c.vocab_size,
-        "draft_vocab_size": None if borrows_head else c.draft_vocab_size,  # null: SGLang shares the target's head
-        "num_aux_hidden_states": c.num_aux,
-        "rms_norm_eps": c.rms_norm_eps,
-        "hidden_act": c.hidden_act,
-        "max_position_embeddings": c.max_position_embeddings,
-        # transformers 4 reads the first two, 5 the third
-        "rope_theta": theta,
-        "rope_scaling": None if kind == "default" else {k: v for k, v in c.rope.items() if k != "rope_theta"},
-        "rope_parameters": dict(c.rope),
-        "attention_bias": False,
-        "tie_word_embeddings": c.tied_head,
-        "torch_dtype": dtype,
-    }
-    for flag in ("fc_norm", "norm_before_fc", "norm_output"):
-        if getattr(c, flag):  # written only when set: SpecForge reads an explicit norm_output false as "no final norm"
-            written[flag] = True
-    if c.aux_layer_ids is not None:
-        written["eagle_config"] = {IDS: [i - 1 for i in c.aux_layer_ids], "use_aux_hidden_state": True}
-    return written
-
-
 def _config(raw: Mapping[str, Any], text: Mapping[str, Any], dialect: str, ids: LayerIds) -> Eagle3Config:
     numbers = _Numbers(text)
     hidden = numbers.positive("hidden_size")
@@ -203,7 +160,10 @@ def _config(raw: Mapping[str, Any], text: Mapping[str, Any], dialect: str, ids: 
         draft_vocab_size=outer.positive("draft_vocab_size", vocab),
         # the official trainer copies the target's count, and its model has one layer whatever the config says
         num_hidden_layers=1 if dialect == "eagle" else numbers.positive("num_hidden_layers", 1),
-        num_aux=outer.positive("num_aux_hidden_states", len(ids.written) or 3),
+        # inside transformer_layer_config too: of a speculators config vLLM takes further keys from there only
+        num_aux=(outer if raw.get("num_aux_hidden_states") else numbers).positive(
+            "num_aux_hidden_states", len(ids.written) or 3
+        ),
         aux_layer_ids=ids.entry,
         rms_norm_eps=eps if isinstance(eps, int | float) else 1e-6,
         hidden_act=str(text.get("hidden_act", "silu")),

@@ -62,7 +62,7 @@ def describe(path: str | Path) -> DrafterReport:
         parameters=sum(sizes.values()),
         nbytes=sum(tensor.nbytes for tensor in weights),
         problems=reading.problems,
-        odd=(*_odd_ids(checkpoint.config, reading), *_odd(checkpoint.config, reading)),
+        odd=(*odd_layer_ids(checkpoint.config, reading), *_odd(checkpoint.config, reading)),
     )
 
 
@@ -70,7 +70,8 @@ def _layers_found(reading: Reading) -> int:
     return len({name.split(".")[1] for name in reading.names if name.startswith("layers.")})
 
 
-def _odd_ids(raw: Mapping[str, Any], reading: Reading) -> list[str]:
+def odd_layer_ids(raw: Mapping[str, Any], reading: Reading) -> list[str]:
+    """What about the layer ids is easily misread: of all that can be wrong with a drafter, the hardest to see."""
     ids, nested = reading.layer_ids, raw.get("eagle_config") or {}
     written = list(ids.written)
     n = max(written, default=0) + 3

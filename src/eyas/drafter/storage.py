@@ -10,12 +10,11 @@ from pathlib import Path
 import torch
 
 from eyas.core import CheckpointError, UsageError
-from eyas.drafter import dialects, vocabulary
-from eyas.drafter.checkpoint import Checkpoint
+from eyas.drafter import dialects, vocabulary, writing
+from eyas.drafter.checkpoint import Checkpoint, refusal
 from eyas.drafter.config import Eagle3Config, resolve_layer_ids, tensor_shapes
 from eyas.drafter.model import Eagle3Model
 
-_SHOWN = 8  # problems listed in one error: it must fit a screen
 _FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
@@ -52,7 +51,7 @@ def load_drafter(
     if aux_layer_ids is not None and not problems:
         problems += config.problems()
     if problems:
-        raise _refusal(checkpoint.path, problems)
+        raise refusal(checkpoint.path, problems)
     return _build(checkpoint, reading, config, dtype, device)
 
 
@@ -60,27 +59,28 @@ def check_drafter(path: str | Path) -> None:
     """Raises the CheckpointError that ``load_drafter`` would raise for any target: from headers, in milliseconds."""
     checkpoint = Checkpoint.open(path)
     if problems := dialects.read(checkpoint).problems:
-        raise _refusal(checkpoint.path, list(problems))
+        raise refusal(checkpoint.path, list(problems))
 
 
 def save(model: Eagle3Model, folder: str | Path, dialect: str = "sglang") -> None:
-    """Writes config.json and model.safetensors, each complete or not at all; SGLang and vLLM can load the result.
+    """Writes config.json and model.safetensors, each complete or not at all, in the spelling of ``dialect``.
 
     Borrowed weights are not written; d2t and t2d are where the vocabulary is reduced. Raises CheckpointError for a
     drafter which the dialect cannot express.
     """
     from safetensors.torch import save_file
 
-    if dialect != "sglang":
-        raise UsageError(f"writing the dialect {dialect!r} is not supported; write 'sglang'")
+    if dialect not in writing.DIALECTS:
+        raise UsageError(f"there is no dialect {dialect!r}; write one of {', '.join(writing.DIALECTS)}")
     place = Path(folder)
-    config = dialects.sglang_config(model.config, str(model.dtype).removeprefix("torch."))
     state = {name: value.detach().cpu() for name, value in model.state_dict().items()}
-    ids = state.pop("draft_to_target").numpy()
-    tensors = {dialects.sglang_name(name): value for name, value in _split(state, model.config).items()}
-    if (vocabulary.offsets_from_ids(ids) != 0).any() or len(ids) < model.config.vocab_size:
-        tensors["d2t"] = torch.from_numpy(vocabulary.offsets_from_ids(ids))
-        tensors["t2d"] = torch.from_numpy(vocabulary.membership(ids, model.config.vocab_size))
+    maps = writing.vocabulary_maps(state.pop("draft_to_target").numpy(), model.config.vocab_size)
+    reordered = bool(maps) and model.config.draft_vocab_size == model.config.vocab_size
+    if reasons := writing.cannot_say(model.config, dialect, reordered):
+        raise refusal(place, reasons, "this drafter cannot be written there")
+    config = writing.config_json(model.config, dialect, str(model.dtype).removeprefix("torch."))
+    tensors = {writing.tensor_name(name, dialect): value for name, value in _split(state, model.config).items()}
+    tensors |= {name: torch.from_numpy(values) for name, values in maps.items()}
     place.mkdir(parents=True, exist_ok=True)
     # the config goes last: a folder without it is no drafter yet
     draft = place / ".model.safetensors.part"
@@ -103,15 +103,6 @@ def _target_problems(config: Eagle3Config, hidden_size: int, vocab_size: int) ->
     ]
 
 
-def _refusal(path: Path, problems: list[str]) -> CheckpointError:
-    if len(problems) == 1:
-        return CheckpointError(problems[0] if str(path) in problems[0] else f"{path}: {problems[0]}")
-    lines = [f"  - {problem}" for problem in problems[:_SHOWN]]
-    if len(problems) > _SHOWN:
-        lines.append(f"  - and {len(problems) - _SHOWN} more")
-    return CheckpointError("\n".join([f"{path}: this drafter cannot be used here:", *lines]))
-
-
 def _build(
     checkpoint: Checkpoint,
     reading: dialects.Reading,
@@ -122,7 +113,8 @@ def _build(
     with torch.device("meta"):  # nothing is initialised that the file is about to fill
         model = Eagle3Model(config)
     wanted = {reading.names[name]: name for name in tensor_shapes(config)}
-    weights = {wanted[name]: value.to(device, dtype) for name, value in checkpoint.values(wanted)}
+    # copied: values come mapped from the file, which may be replaced while the drafter lives
+    weights = {wanted[name]: value.to(device, dtype, copy=True) for name, value in checkpoint.values(wanted)}
     state = _fuse(weights)
     if "d2t" in reading.names:
         ids = torch.from_numpy(vocabulary.ids_from_offsets(checkpoint.array(reading.names["d2t"])))
