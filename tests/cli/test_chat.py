@@ -27,7 +27,7 @@ def test_turns_are_remembered_until_reset(eyas, target):
     assert [turn["prompt"] for turn in turns] == ["w5 w6", "w7", "w5 w6"]
     assert [turn["prompt_tokens"] for turn in turns] == [4, 4 + 6 + 3, 4]
     assert turns[0]["token_ids"] == turns[2]["token_ids"]
-    assert "/reset forgets" in ran.err
+    assert "/reset starts over" in ran.err
 
 
 def test_statistics_after_every_turn(eyas, target):
@@ -82,7 +82,7 @@ def typed(eyas, monkeypatch, capsys):
 
 def test_a_terminal_without_prompt_is_a_conversation(typed, target):
     ran = typed("run", target, "--drafter", "untrained", "--max-tokens", 6, lines=["w5", "/exit"])
-    assert "/reset forgets" in ran.err
+    assert "/reset starts over" in ran.err
     assert len(answers(ran)) == 1
 
 

@@ -20,7 +20,7 @@ LLM = SimpleNamespace(tokenizer=tokenizer(), target=SimpleNamespace(dtype="torch
 
 
 def completion(tokens=TOKENS, reason="stop", **more):
-    stats = AcceptanceStats(steps=2, drafted=10, reached=[2, 1, 0], accepted=[1, 0, 0])
+    stats = AcceptanceStats(steps=2, drafted=10, emitted=3, reached=[2, 1, 0], accepted=[1, 0, 0])
     text = "".join(token.text for token in tokens)
     return Completion(
         **{

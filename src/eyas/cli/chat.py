@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from eyas.engine.sequence import Output
 
 PROMPT = "> "
-HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer."
+HELP = "(/reset starts over, /exit or Ctrl-D ends, Ctrl-C stops an answer)"
 
 
 class Chat:
@@ -37,6 +37,7 @@ class Chat:
         while (said := ask()) is not None and said.strip() != "/exit":
             if said.strip() == "/reset":
                 self.messages, self.images = self.asking.opening(), self.asking.images
+                print("(all forgotten)", file=sys.stderr)
             elif said.strip() == "/help":
                 print(HELP, file=sys.stderr)
             elif said.strip():

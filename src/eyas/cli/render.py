@@ -57,6 +57,8 @@ class Terminal:
         rows = statistics(request, completion)
         if self.tint and completion.stats.steps:
             rows.append(("drafts", Text("accepted draft tokens look like this", self.tint)))
+        if self.err.is_terminal:
+            self.err.print()
         self.err.print(grid(rows, "dim"))
 
     def stopped(self, text: str, answer: str) -> None:
@@ -98,16 +100,18 @@ class Terminal:
         return text.append(clean(completion.text[sum(len(token.text) for token in completion.tokens) :]))
 
     def _verdict(self, comparison: Comparison) -> Text:
-        ties = len(comparison.divergences)
         if comparison.equal:
             text = Text(f"the same {len(comparison.plain.tokens)} tokens", "green")
         elif comparison.lossless:
-            text = Text(f"the same tokens but for {ties} near-tie{'s' if ties > 1 else ''} of rounding", "green")
+            text = Text(f"the same tokens but for {sameness([comparison])} of rounding", "green")
         else:
             text = Text("the tokens DIFFER, and rounding does not explain it: this is a bug", "bold red")
         if comparison.speedup:
             text = Text.assemble(text, (f", speedup {comparison.speedup:.2f}x", "bold"))
-        return Text("\n").join([text, *map(self._divergence, comparison.divergences)])
+        lines = [text, *map(self._divergence, comparison.divergences)]
+        if comparison.lossless and not comparison.equal:
+            lines.append(Text("  with plain decoding's token put there, speculation gives the same text to its end"))
+        return Text("\n").join(lines)
 
     def _divergence(self, divergence: Divergence) -> Text:
         plain, ours = (
@@ -161,14 +165,13 @@ def summary(texts: Sequence[str], comparisons: Sequence[Comparison]) -> Table:
     stats = AcceptanceStats()
     for completion in speculative:
         stats.add(completion.stats)
-    same = sameness(all(c.equal for c in comparisons), all(c.lossless for c in comparisons))
     slow, fast = pooled_speed(plain), pooled_speed(speculative)
     columns = {
         "tokens/s\nwithout": speed(slow),
         "tokens/s\nwith": speed(fast),
         "acceptance\nlength": f"{stats.acceptance_length:.2f}",
         "\nspeedup": f"{fast / slow:.2f}x" if slow else "-",
-        "same\ntokens": same,
+        "same\ntokens": sameness(comparisons),
     }
     table.add_column("\nprompt", "in total", ratio=1, no_wrap=True)
     for name, total in columns.items():
@@ -180,7 +183,7 @@ def summary(texts: Sequence[str], comparisons: Sequence[Comparison]) -> Table:
             speed(c.speculative.tokens_per_second),
             f"{c.speculative.acceptance_length:.2f}",
             f"{c.speedup:.2f}x" if c.speedup else "-",
-            sameness(c.equal, c.lossless),
+            sameness([c]),
         )
     return table
 
@@ -189,8 +192,11 @@ def numbered(number: int, text: str) -> str:
     return f"[{number}] {clean(text)}"
 
 
-def sameness(equal: bool, lossless: bool) -> str:
-    return "yes" if equal else "near-ties" if lossless else "NO"
+def sameness(comparisons: Sequence[Comparison]) -> str:
+    ties = sum(len(c.divergences) for c in comparisons)
+    if not all(c.lossless for c in comparisons):
+        return "NO"
+    return f"{ties} near-tie{'s' if ties > 1 else ''}" if ties else "yes"
 
 
 def pooled_speed(completions: Sequence[Completion]) -> float:

@@ -90,7 +90,6 @@ class Comparer:
         prefix = torch.tensor([[*request.prompt_ids, *ours[:index]]], device=self.llm.target.device)
         low, exact = (last_logits(model, prefix, request.images) for model in (self.llm.target.model, self._fp32))
         sampling = request.sampling
-        sampling = request.sampling
         error = float((low - exact).abs().max()) / (sampling.temperature or 1.0)
         history = None
         if needs_history(sampling):
