@@ -19,7 +19,7 @@ from eyas.drafter.config import Eagle3Config, default_layer_ids
 class KVCache(Protocol):
     """Stores what it is given and returns all that the mask's columns stand for, ``[B, kv_heads, S, head_dim]``."""
 
-    def update(self, k: torch.Tensor, v: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def update(self, k: torch.Tensor, v: torch.Tensor, layer_idx: int, /) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class DraftStates(NamedTuple):
@@ -167,9 +167,7 @@ class Eagle3Model(nn.Module):
         c = self.config
         if not c.own_embedding:
             self._borrowed_embedding = self._lent("embedding", embed_weight, c.vocab_size)
-        if c.tied_head:
-            self._borrowed_head = self._embedding()[: c.draft_vocab_size]
-        elif not c.own_head:
+        if not c.own_head and not c.tied_head:
             if head_weight is None:
                 raise CheckpointError("this drafter borrows the target's head: give it to bind too")
             self._borrowed_head = self._lent("head", head_weight, c.draft_vocab_size)
@@ -217,7 +215,9 @@ class Eagle3Model(nn.Module):
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """Scores [..., D] of the draft vocabulary, in the drafter's dtype, from ``DraftStates.normed`` [..., H]."""
-        weight = self.lm_head.weight if self.lm_head is not None else self._borrowed_head
+        if self.lm_head is not None:
+            return self.lm_head(normed)
+        weight = self._embedding() if self.config.tied_head else self._borrowed_head
         if weight is None:
             raise CheckpointError("this drafter borrows the target's head: call bind first")
         return F.linear(normed, weight)
@@ -300,7 +300,7 @@ def untrained(
     """
     hidden = overrides.get("hidden_size", target_hidden_size)
     sizes = (d for d in (128, 64, 32, 16, 8, 4, 2) if hidden % d == 0 and hidden >= 8 * d)
-    head_dim = overrides.get("head_dim") or next(sizes)
+    head_dim = overrides.get("head_dim") or next(sizes, hidden)
     heads = overrides.get("num_attention_heads", hidden // head_dim)
     shape: dict[str, Any] = {
         "hidden_size": hidden,
