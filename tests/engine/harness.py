@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 import zoo
 from scripted import Errs, Script, ScriptedDrafter
@@ -134,9 +137,10 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 }
 
 
-def random_drafter(name: str, kind: str = "standard", seed: int = 0) -> Eagle3Drafter:
+def random_drafter(name: str, kind: str = "standard", seed: int = 0, **overrides: Any) -> Eagle3Drafter:
     target = target_of(name)
-    model = untrained(target.hidden_size, target.num_layers, target.vocab_size, seed=seed, **DRAFTERS[kind])
+    settings = {**DRAFTERS[kind], **overrides}
+    model = untrained(target.hidden_size, target.num_layers, target.vocab_size, seed=seed, **settings)
     if model.config.draft_vocab_size < target.vocab_size:
         chosen = torch.randperm(zoo.WORDS, generator=torch.Generator().manual_seed(seed))
         model.draft_to_target.copy_(chosen[: model.config.draft_vocab_size].sort().values)
@@ -147,6 +151,16 @@ def random_drafter(name: str, kind: str = "standard", seed: int = 0) -> Eagle3Dr
 def words() -> PreTrainedTokenizerFast:
     """A tokenizer for the zoo's vocabulary: token 7 is the word ``w007``."""
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({f"w{i:03}": i for i in range(zoo.VOCAB)})))
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, old: str, new: str) -> None:
+    """Puts a bug into the source of a function or method; fails if the source no longer has the place."""
+    function = getattr(owner, name)
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(old) == 1, f"{name} has changed: plant this bug anew"
+    scope = dict(vars(inspect.getmodule(function)))
+    exec(source.replace(old, new), scope)
+    monkeypatch.setattr(owner, name, scope[name])
 
 
 # Answers

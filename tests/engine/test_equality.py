@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import zoo
 from engine.harness import (
+    CHAIN,
     DRAFTERS,
     SHAPES,
+    TREE,
     accept_lengths,
     decode,
     engine_for,
+    plant,
     random_drafter,
     scripted,
     truth,
 )
 from scripted import plans
+
+from eyas.engine import engine
+from eyas.engine.runner import Runner
+from eyas.target.cache import SlotCache
+from eyas.target.masks import MaskKinds
 
 INPUTS = [*((name, False) for name in zoo.NAMES), *((c.name, True) for c in zoo.CASES if c.image)]
 inputs = pytest.mark.parametrize(("name", "image"), INPUTS, ids=[f"{n}-{'image' if i else 'text'}" for n, i in INPUTS])
@@ -55,11 +66,63 @@ def test_prompts_that_end_around_window_and_chunk_borders(name):
             assert decode(engine_for(name, drafter, shape), expected.request()).tokens == expected.tokens, length
 
 
-@pytest.mark.parametrize("kind", DRAFTERS)
 @inputs
-def test_random_drafters(name, image, kind):
+def test_random_drafters(name, image):
     expected = truth(name, image)
-    for shape in SHAPES.values():
+    for kind, shape in zip(DRAFTERS, SHAPES.values(), strict=True):
         answer = decode(engine_for(name, random_drafter(name, kind), shape), expected.request(max_tokens=24))
         assert answer.tokens == expected.tokens[:24]
         assert answer.stats.steps > 10
+
+
+@pytest.mark.parametrize("name", [c.name for c in zoo.CASES if c.image])
+def test_an_answer_about_an_image_goes_on_as_if_it_had_never_stopped(name):
+    expected = truth(name, image=True)
+    for done in (1, 10, 33):
+        request = replace(expected.request(max_tokens=40), output_ids=expected.tokens[:done])
+        for drafter in (None, scripted(expected.script, plans(4)["in turn"]), random_drafter(name)):
+            assert decode(engine_for(name, drafter, TREE), request).tokens == expected.tokens[done:40]
+
+
+BUGS: dict[str, tuple[Any, str, str, str]] = {
+    "a rejected branch stays": (Runner, "keep", "self.cache.keep(sequence.slot, start, path)", "pass"),
+    "a row too many stays": (
+        SlotCache,
+        "keep",
+        "torch.tensor(rows, device=tensor.device) + start",
+        "torch.tensor(rows) + start - 1",
+    ),
+    "states of the first nodes": (Runner, "keep", "states[self._tensor(path)]", "states[: len(path)]"),
+    "a place too few": (Runner, "keep", "sequence.length += len(path)", "sequence.length += len(path) - 1"),
+    "siblings see each other": (
+        Runner,
+        "verify",
+        "ancestor_mask(draft.parents)",
+        "torch.ones(size, size).tril().bool()",
+    ),
+    "rows for places": (Runner, "verify", "torch.tensor(draft.depths)", "torch.arange(size)"),
+    "children of others": (engine, "accept", "draft.parents[node] == path[-1] and ", ""),
+    "a token is dropped": (
+        engine,
+        "accept",
+        "return Acceptance(tuple(path), tuple(emitted))",
+        "return Acceptance(tuple(path[:2]), tuple(emitted[:3]))",
+    ),
+    "no window": (MaskKinds, "_one", "- self.window", "- 99"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_these_tests_see(bug, monkeypatch):
+    plant(monkeypatch, *BUGS[bug])
+    with pytest.raises((AssertionError, ValueError, IndexError)):
+        test_errors_at_every_position("gemma3", False, "tree")
+
+
+def test_these_tests_need_the_errors(monkeypatch):
+    """A drafter that is never right hides a bug in what follows an accepted branch."""
+    plant(monkeypatch, *BUGS["a rejected branch stays"])
+    expected = truth("llama")
+    wrong = scripted(expected.script, plans(TREE.num_steps)["wrong at 1"])
+    assert decode(engine_for("llama", wrong, TREE), expected.request()).tokens == expected.tokens
+    assert decode(engine_for("llama", scripted(expected.script), CHAIN), expected.request()).tokens == expected.tokens

@@ -1,0 +1,83 @@
+"""The real SmolLM2: the same tokens with and without speculation, in fp32 and in bf16."""
+
+from __future__ import annotations
+
+import pytest
+from scripted import ScriptedDrafter
+
+from eyas.core import DraftShape, SamplingParams
+from eyas.drafter.eagle3 import Eagle3Drafter
+from eyas.drafter.model import untrained
+from eyas.engine.llm import LLM
+from eyas.engine.lossless import Comparer
+from eyas.target.adapter import HFTarget
+from eyas.target.loading import load_target
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
+
+TOKENS = 24
+PROMPTS = (
+    "Why is the sky blue?",
+    "Write a haiku about a falcon.",
+    "What is 17 times 23? Show your work.",
+    "Translate into French: The bird sings in the morning.",
+    "Write a Python function that reverses a string.",
+    "List five fruits.",
+    "Who was Ada Lovelace?",
+    "Summarise in one sentence: Rain fell all night, the river rose, and by dawn the bridge was gone.",
+    "Give me a recipe for pancakes.",
+    "What is the capital of Mongolia?",
+    "Explain recursion to a child.",
+    "Continue the story: The lighthouse keeper heard a knock.",
+    "Write SQL that counts the orders of each customer.",
+    "Was ist der Unterschied zwischen Wetter und Klima?",
+    "How do I remove rust from a bicycle chain?",
+    "Give three synonyms for 'quick'.",
+    "Write a polite e-mail that declines a meeting.",
+    "What comes next: 2, 4, 8, 16?",
+    "Convert 100 degrees Fahrenheit to Celsius.",
+    "Tell me a joke about computers.",
+)
+GREEDY = SamplingParams(max_tokens=TOKENS)
+SAMPLED = SamplingParams(max_tokens=TOKENS, temperature=0.8, top_k=50, top_p=0.95, repetition_penalty=1.05, seed=7)
+
+
+def messages(prompt: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt}]
+
+
+def pair(dtype: str, shape: DraftShape) -> LLM:
+    loaded = load_target("smollm2", dtype=dtype)
+    target = HFTarget(loaded.model)
+    sizes = {"draft_vocab_size": 8192, "dtype": target.dtype}
+    drafter = Eagle3Drafter(untrained(target.hidden_size, target.num_layers, target.vocab_size, **sizes))
+    return LLM(target, loaded.tokenizer, drafter=drafter, shape=shape, context_length=512)
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("float32", DraftShape(4, 1, 5)), ("bfloat16", DraftShape(3, 2, 8))])
+def test_same_tokens_on_twenty_prompts(dtype: str, shape: DraftShape) -> None:
+    llm = pair(dtype, shape)
+    comparer = Comparer(llm)
+    for index, prompt in enumerate(PROMPTS):
+        result = comparer.compare(messages(prompt), GREEDY if index % 2 else SAMPLED)
+        assert result.lossless, (prompt, result.divergences)
+        assert result.speculative.stats.steps > 0
+        if dtype == "float32":
+            assert result.equal, (prompt, result.divergences)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_accepted_drafts_change_nothing(sampling: SamplingParams) -> None:
+    """As above with a drafter that is often right, which the untrained one never is."""
+    loaded = load_target("smollm2", dtype="float32")
+    target = HFTarget(loaded.model)
+    plain = LLM(target, loaded.tokenizer, context_length=512)
+    for prompt in PROMPTS[:6]:
+        expected = plain.generate(messages(prompt), sampling)
+        ids, _ = plain.encode(messages(prompt))
+        shape = DraftShape(4, 3, 10)
+        drafter = ScriptedDrafter(expected.token_ids, ids, target.vocab_size, lambda step: step % 5)
+        found = LLM(target, loaded.tokenizer, drafter=drafter, shape=shape, context_length=512).generate(ids, sampling)
+        assert found.token_ids == expected.token_ids
+        assert found.text == expected.text
+        assert found.acceptance_length > 1.5 or len(expected.tokens) < 6
