@@ -11,6 +11,7 @@ from eyas.cli.console import clean
 from eyas.cli.render import Terminal, brief_statistics, statistics
 from eyas.core import Request, SamplingParams
 from eyas.engine.llm import Completion
+from eyas.engine.lossless import Comparison
 from eyas.engine.sequence import Emitted, Output
 from eyas.engine.stats import AcceptanceStats
 
@@ -72,6 +73,16 @@ def test_a_terminal_is_not_given_control_characters(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     Terminal(LLM).write(Output("0", (Emitted(1, evil, False),)))
     assert capsys.readouterr().out == clean(evil)
+
+
+def test_a_comparison_shows_what_was_accepted(capsys, monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    terminal = Terminal(LLM, show_drafts=True)
+    terminal.comparison((1, 1), "hello", Comparison(completion(), completion(), ()))
+    out = capsys.readouterr().out
+    assert out.count("\x1b[32m two\x1b[0m") == 2 and "(accepted drafts)" in out
 
 
 def test_a_pipe_is_given_every_byte(capsys):

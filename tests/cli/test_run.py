@@ -42,6 +42,19 @@ def test_the_answer_alone_is_on_stdout(eyas, target):
     assert "seed" not in fast.err
 
 
+def test_a_terminal_gets_the_answer_and_a_spinner(eyas, target, monkeypatch):
+    piped = eyas("run", target, *ASK, "--drafter", "untrained")
+    assert "\x1b" not in piped.err and "reading" not in piped.err
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for stdout_too in (False, True):  # what is printed while the spinner turns stays on stdout
+        monkeypatch.setattr(sys.stdout, "isatty", lambda stdout_too=stdout_too: stdout_too)
+        shown = eyas("run", target, *ASK, "--drafter", "untrained")
+        assert shown.out == piped.out
+        assert "loading" in shown.err and "\x1b[?25l" in shown.err  # a line that is drawn over and over
+        assert ("decoding" in shown.err) != stdout_too
+
+
 def test_json(eyas, target):
     ran = eyas("run", target, *ASK, "--drafter", "untrained", "--json")
     found = record(ran)

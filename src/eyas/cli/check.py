@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from eyas.cli.console import counted
 from eyas.cli.options import Debug, Json
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def facts(report: DrafterReport) -> list[tuple[str, str]]:
         ("drafter", str(report.path)),
         ("dialect", f"{DIALECTS[report.dialect]} ({'; '.join(report.evidence)})"),
         ("architecture", ", ".join(report.architectures) or "none named"),
-        ("layers", f"{report.layers_found} decoder layer{'s' if report.layers_found != 1 else ''}"),
+        ("layers", counted(report.layers_found, "decoder layer")),
         ("sizes", f"hidden {c.hidden_size}, the target's {c.target_hidden_size}, MLP {c.intermediate_size}"),
         ("attention", f"{c.num_attention_heads} heads of {c.head_dim}, {c.num_key_value_heads} for keys and values"),
         ("positions", f"RoPE {c.rope['rope_type']}, {rope}; up to {c.max_position_embeddings:,}"),

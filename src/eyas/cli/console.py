@@ -27,6 +27,10 @@ def clean(text: str) -> str:
     return text.replace("\r\n", "\n").translate(_CONTROL)
 
 
+def counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def error_line(message: str) -> None:
     _line("error: ", "bold red", message)
 

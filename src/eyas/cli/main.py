@@ -15,6 +15,8 @@ from eyas.cli.console import error_line
 from eyas.cli.options import Debug
 from eyas.core import EyasError
 
+INTERRUPTED = 130
+
 app = typer.Typer(
     name="eyas",
     help="EAGLE-3 speculative decoding that works on the first try and says honestly whether it pays.",
@@ -53,6 +55,10 @@ def main(args: Sequence[str] | None = None) -> None:
             stream.reconfigure(errors="replace")
     try:
         app(args, prog_name="eyas")
+    except SystemExit as leaving:
+        if leaving.code == INTERRUPTED and sys.stderr.isatty():
+            print(file=sys.stderr)  # the shell's prompt goes on a line of its own
+        raise
     except (EyasError, OSError) as error:
         fail(str(error), error.exit_code if isinstance(error, EyasError) else 1, "--debug" in args)
     except Exception as error:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from eyas.cli.console import clean, console, notice
+from eyas.cli.console import clean, console, counted, notice
 from eyas.cli.printer import Listen, waiting
 from eyas.core import Request
 from eyas.engine.stats import AcceptanceStats
@@ -80,11 +80,12 @@ class Terminal:
         title.truncate(2 * self.out.width, overflow="ellipsis")
         self.out.print(title)
         table = Table(expand=True)
-        sides = {"without speculation": comparison.plain, "with speculation": comparison.speculative}
-        for name in sides:
-            table.add_column(name, ratio=1)
-        table.add_row(*(self._tinted(side) for side in sides.values()), end_section=True)
-        table.add_row(*(f"{speed(side.tokens_per_second)} tokens/s" for side in sides.values()))
+        sides = comparison.plain, comparison.speculative
+        table.add_column("without speculation", ratio=1)
+        legend = (" (accepted drafts)", self.tint) if self.tint else ""
+        table.add_column(Text.assemble("with speculation", legend), ratio=1)
+        table.add_row(*(self._tinted(side) for side in sides), end_section=True)
+        table.add_row(*(f"{speed(side.tokens_per_second)} tokens/s" for side in sides))
         table.add_row("", f"acceptance length {comparison.speculative.acceptance_length:.2f}")
         self.out.print(table)
         self.out.print(self._verdict(comparison), "\n")
@@ -101,7 +102,7 @@ class Terminal:
 
     def _verdict(self, comparison: Comparison) -> Text:
         if comparison.equal:
-            text = Text(f"the same {len(comparison.plain.tokens)} tokens", "green")
+            text = Text(f"the same {counted(len(comparison.plain.tokens), 'token')}", "green")
         elif comparison.lossless:
             text = Text(f"the same tokens but for {sameness([comparison])} of rounding", "green")
         else:
@@ -140,8 +141,14 @@ def statistics(request: Request, completion: Completion) -> list[tuple[str, str 
     ]
     if stats.steps:
         rows += [
-            ("acceptance length", f"{stats.acceptance_length:.2f} tokens per verify step ({stats.steps} steps)"),
-            ("acceptance rate", f"{rates(stats)} at draft positions 1, 2, ... ({stats.drafted} draft tokens)"),
+            (
+                "acceptance length",
+                f"{stats.acceptance_length:.2f} tokens per verify step ({counted(stats.steps, 'step')})",
+            ),
+            (
+                "acceptance rate",
+                f"{rates(stats)} at draft positions 1, 2, ... ({counted(stats.drafted, 'draft token')})",
+            ),
         ]
     if not sampling.greedy:
         rows.append(("seed", str(sampling.seed)))
@@ -149,7 +156,7 @@ def statistics(request: Request, completion: Completion) -> list[tuple[str, str 
 
 
 def brief_statistics(completion: Completion) -> str:
-    parts = [f"{len(completion.tokens)} tokens", f"{speed(completion.tokens_per_second)} tokens/s"]
+    parts = [counted(len(completion.tokens), "token"), f"{speed(completion.tokens_per_second)} tokens/s"]
     if completion.stats.steps:
         parts += [f"acceptance length {completion.acceptance_length:.2f}", f"rates {rates(completion.stats)}"]
     return ", ".join(parts)
@@ -196,7 +203,7 @@ def sameness(comparisons: Sequence[Comparison]) -> str:
     ties = sum(len(c.divergences) for c in comparisons)
     if not all(c.lossless for c in comparisons):
         return "NO"
-    return f"{ties} near-tie{'s' if ties > 1 else ''}" if ties else "yes"
+    return counted(ties, "near-tie") if ties else "yes"
 
 
 def pooled_speed(completions: Sequence[Completion]) -> float:
