@@ -101,8 +101,11 @@ class LoadingFlags:
 
     def load(self, target: str, drafter: str | None, shape: DraftShape | None, *, debug: bool) -> LLM:
         from eyas.cli.console import progress, quiet_libraries
+        from eyas.drafter.inspect import check_drafter
         from eyas.target.smollm2 import smollm2_folder
 
+        if drafter not in (None, "untrained"):
+            check_drafter(drafter)  # before torch, which takes seconds to import
         with progress(f"loading {target}") as report:
             if not debug:
                 quiet_libraries()

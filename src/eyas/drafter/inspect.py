@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas.drafter import dialects
-from eyas.drafter.checkpoint import Checkpoint
+from eyas.drafter.checkpoint import Checkpoint, refusal
 from eyas.drafter.config import Eagle3Config
 from eyas.drafter.dialects import IDS, MAPS, LayerIds, Reading
 
@@ -64,6 +64,13 @@ def describe(path: str | Path) -> DrafterReport:
         problems=reading.problems,
         odd=(*odd_layer_ids(checkpoint.config, reading), *_odd(checkpoint.config, reading)),
     )
+
+
+def check_drafter(path: str | Path) -> None:
+    """Raises the CheckpointError that ``load_drafter`` would raise for any target: from headers, in milliseconds."""
+    checkpoint = Checkpoint.open(path)
+    if problems := dialects.read(checkpoint).problems:
+        raise refusal(checkpoint.path, list(problems))
 
 
 def _layers_found(reading: Reading) -> int:

@@ -55,13 +55,6 @@ def load_drafter(
     return _build(checkpoint, reading, config, dtype, device)
 
 
-def check_drafter(path: str | Path) -> None:
-    """Raises the CheckpointError that ``load_drafter`` would raise for any target: from headers, in milliseconds."""
-    checkpoint = Checkpoint.open(path)
-    if problems := dialects.read(checkpoint).problems:
-        raise refusal(checkpoint.path, list(problems))
-
-
 def save(model: Eagle3Model, folder: str | Path, dialect: str = "sglang") -> None:
     """Writes config.json and model.safetensors, each complete or not at all, in the spelling of ``dialect``.
 

@@ -188,7 +188,7 @@ def load(
     shows that decoding is lossless and never that it is fast. Without one, decoding is plain.
     Raises TargetError or CheckpointError, each saying what was found and what to do.
     """
-    from eyas.drafter.storage import check_drafter
+    from eyas.drafter.inspect import check_drafter
     from eyas.target.loading import load_target
 
     if drafter is not None and str(drafter) != "untrained":
