@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scripted import ScriptedDrafter
+from scripted import Script, ScriptedDrafter
 
 from eyas.core import DraftShape, SamplingParams
 from eyas.drafter.eagle3 import Eagle3Drafter
@@ -76,7 +76,7 @@ def test_accepted_drafts_change_nothing(sampling: SamplingParams) -> None:
         expected = plain.generate(messages(prompt), sampling)
         ids, _ = plain.encode(messages(prompt))
         shape = DraftShape(4, 3, 10)
-        drafter = ScriptedDrafter(expected.token_ids, ids, target.vocab_size, lambda step: step % 5)
+        drafter = ScriptedDrafter({"0": Script(expected.token_ids)}, lambda step: step % 5)
         found = LLM(target, loaded.tokenizer, drafter=drafter, shape=shape, context_length=512).generate(ids, sampling)
         assert found.token_ids == expected.token_ids
         assert found.text == expected.text
