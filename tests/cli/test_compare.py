@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from eyas.cli import run as run_module
 from eyas.cli.prompts import DEMO
 from eyas.core import Acceptance
@@ -103,6 +105,25 @@ def test_lower_precision(eyas, target):
     ran = eyas("run", target, *ASK, "--dtype", "bfloat16", "--json")
     (found,) = ran.records
     assert ran.code == 0 and found["lossless"]
+
+
+@pytest.mark.real
+def test_a_real_model(eyas):
+    asked = (
+        "run",
+        "smollm2",
+        "Why do falcons dive?",
+        "--compare",
+        "--drafter",
+        "untrained",
+        "--max-tokens",
+        16,
+        "--json",
+    )
+    ran = eyas(*asked)
+    (found,) = ran.records
+    assert ran.code == 0 and found["lossless"] and found["steps"] > 0
+    assert "falcon" in found["text"].lower()
 
 
 def test_sampled_and_raw(eyas, target):

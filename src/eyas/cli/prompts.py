@@ -21,6 +21,7 @@ DEMO = (
     "Sara has 3 boxes with 4 apples each and eats 2 apples. How many are left? Think step by step.",
     "Rewrite as a formal e-mail: hey, can't come tomorrow, sorry, let's meet on friday instead",
 )
+DEMO_TOKENS = 64
 
 
 @dataclass(frozen=True)

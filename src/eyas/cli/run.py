@@ -11,7 +11,7 @@ import typer
 
 from eyas.cli.console import notice, progress
 from eyas.cli.options import OUTPUT, Debug, Json, LoadingFlags, SamplingFlags, ShapeFlags, refuse, spread
-from eyas.cli.prompts import DEMO, Asking, read_prompt, stdin_is_terminal
+from eyas.cli.prompts import DEMO, DEMO_TOKENS, Asking, read_prompt, stdin_is_terminal
 from eyas.core import SamplingParams
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def run(
         (sampling.logprobs is not None and not as_json, "--logprobs shows in --json only: add it."),
     )
     builtin = compare and prompt is None
-    params, draft = sampling.params(default_tokens=64 if builtin else 256), shape.shape()
+    params, draft = sampling.params(default_tokens=DEMO_TOKENS if builtin else 256), shape.shape()
     asking = Asking(raw, system, open_images(image or ()))
     if builtin:
         texts: Sequence[str] = DEMO
