@@ -111,7 +111,7 @@ def test_up_to_the_first_stop_string(ids, stop):
 
 
 def up_to_stop(ids: list[int], stop: tuple[str, ...]) -> str:
-    """The text as far as it is certain after each token; the first time that it holds a stop string, the text before."""
+    """The text as far as it is certain after each token; once that holds a stop string, what comes before it."""
     for count in range(1, len(ids) + 1):
         text = whole(ids[:count])
         if not text.endswith(LOST) and any(s in text for s in stop):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from eyas.drafter.contract import Drafter
 from eyas.engine.engine import Engine
 from eyas.engine.llm import load_drafter_for
 from eyas.target.adapter import HFTarget
-from eyas.target.images import image_inputs
+from eyas.target.images import TEXT_KEYS, image_inputs
 
 # What generate() makes of settings that SamplingParams has too. Anything else would be ignored, so it is refused.
 HONOURED = (
@@ -67,7 +69,8 @@ class CustomGenerate:
         **model_kwargs: Any,
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
         refuse(generation_config, logits_processor)
-        images = image_inputs(model_kwargs)
+        streamer = streamer or streamer_of(sys._getframe(1))
+        images = encoded_images(model_kwargs)
         if images and len(input_ids) > 1:
             raise UsageError("custom_generate takes images for one prompt at a time, not for a batch.")
         mask = model_kwargs.get("attention_mask")
@@ -127,6 +130,32 @@ def decoded(engine: Engine, request: Request) -> Iterator[int]:
                 yield from (token.token_id for token in output.emitted)
     finally:
         engine.abort(request.id)
+
+
+def encoded_images(inputs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What belongs to images among ``generate``'s inputs: a processor's tensors, or what its encoder made of them.
+
+    Raises UsageError for inputs that would be ignored.
+    """
+    types = {name: value for name, value in inputs.items() if name.endswith("token_type_ids")}
+    if encoded := inputs.get("mm_encoder_outputs"):
+        return {"mm_encoder_outputs": encoded, "position_ids": inputs["position_ids"], **types}
+    images = image_inputs(inputs)
+    known = {*TEXT_KEYS, *types, *(images or ())}
+    if ignored := [name for name, value in inputs.items() if hasattr(value, "shape") and name not in known]:
+        raise UsageError(f"custom_generate reads token ids and images: it cannot use {', '.join(ignored)}.")
+    for name in ("cache", "past_key_values"):
+        if inputs.get(name) is not None and inputs[name].get_seq_length() > 0:
+            raise UsageError("custom_generate keeps a cache of its own: give the whole prompt, and no filled cache.")
+    return images
+
+
+def streamer_of(caller: FrameType) -> Any:
+    """transformers 5.24 has a streamer hear the prompt, but hands it to its own decoding methods only: take it there.
+
+    A streamer that hears neither tokens nor the end leaves whoever reads from it waiting for ever.
+    """
+    return caller.f_locals.get("streamer") if caller.f_code.co_name == "generate" else None
 
 
 def sampling_params(config: Any, prompt_length: int) -> SamplingParams:

@@ -81,7 +81,11 @@ class HFTarget:
     def forward(
         self, block: Block, cache: SlotCache, *, last_only: bool = False, images: Mapping[str, Any] | None = None
     ) -> TargetOutput:
-        """One pass over ``block``; its keys and values are in ``cache`` afterwards. ``images`` needs an empty slot."""
+        """One pass over ``block``; its keys and values are in ``cache`` afterwards.
+
+        ``images`` needs an empty slot: a processor's tensors, or what ``generate`` makes of them (encoder outputs and
+        positions).
+        """
         count = block.tokens.shape[1]
         cache.begin(block.slots, block.starts, count)
         fresh = block.starts == (0,) and block.ancestors is None
@@ -92,7 +96,7 @@ class HFTarget:
         places = starts + depths
         inputs: dict[str, Any] = {"input_ids": block.tokens, self._cache_name: cache, "use_cache": True}
         inputs |= images or {}
-        if not images:  # with images, the model works out its own (multi-axis) positions
+        if not images:  # with images, the model works out its own (multi-axis) positions, or they come with these
             inputs["position_ids"] = places + torch.tensor(block.rope_deltas, device=starts.device)[:, None]
         if not fresh:  # at the start of a slot the model builds its own masks, image blocks included
             inputs["attention_mask"] = self._masks.build(block, self.dtype)
@@ -112,7 +116,7 @@ class HFTarget:
             logits=logits[:, -1:] if last_only else logits,
             states=torch.cat([captured[i] for i in self._layer_ids], dim=-1) if self._layer_ids else None,
             embeds=captured.get(0) if images else None,
-            rope_delta=special.take_rope_delta(self.model) if images else 0,
+            rope_delta=special.rope_delta(self.model, images, count) if images else 0,
         )
 
     def image_positions(self, tokens: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
@@ -165,6 +169,8 @@ class HFTarget:
         with self._explained("does not take a tree mask with positions of its own"), self._small_windows():
             line, tree = self._line_and_tree()
         self.set_eagle3_layers_to_capture(None)
+        if not bool(line.isfinite().all()):
+            raise TargetError(f"{name} computes NaN or infinite logits: its weights are damaged, or {self.dtype} overflows.")
         off = (tree - line).square().mean(-1).sqrt().max() / line.std().clamp(min=1e-6)
         allowed = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.3
         if not off <= allowed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,6 +64,14 @@ def llama4_temperature(layers: list[nn.Module], places: torch.Tensor) -> Iterato
             handle.remove()
         for attention in tuned:
             attention.attn_temperature_tuning = True
+
+
+def rope_delta(model: nn.Module, images: Mapping[str, Any], count: int) -> int:
+    """What a prompt of ``count`` tokens with images, just read, did to the positions of the tokens behind it."""
+    delta, positions = take_rope_delta(model), images.get("position_ids")
+    if positions is None:
+        return delta
+    return int(positions[-3:].max()) + 1 - count  # of three axes; a fourth, in front, counts tokens
 
 
 def take_rope_delta(model: nn.Module) -> int:
