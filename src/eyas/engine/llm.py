@@ -57,6 +57,7 @@ class LLM:
         tokenizer: Any = None,
         *,
         processor: Any = None,
+        why_no_processor: str | None = None,
         drafter: Drafter | None = None,
         shape: DraftShape | None = None,
         context_length: int | None = None,
@@ -64,6 +65,7 @@ class LLM:
     ):
         self.target = model if isinstance(model, HFTarget) else HFTarget(model)
         self.tokenizer, self.processor, self.drafter = tokenizer, processor, drafter
+        self._why_no_processor = why_no_processor
         self.name = name or type(self.target.model).__name__
         self.context_length = fit_context(context_length, self.target.context_length)
         self.engine = Engine(
@@ -165,7 +167,7 @@ class LLM:
             return list(self.tokenizer(prompt)["input_ids"]), None
         items = list(prompt)
         if items and all(isinstance(item, Mapping) for item in items):
-            return encode_chat(items, self.tokenizer, self.processor)  # type: ignore[arg-type]
+            return encode_chat(items, self.tokenizer, self.processor, self._why_no_processor)  # type: ignore[arg-type]
         if not all(isinstance(item, int) for item in items):
             raise RequestError("A prompt is text, a list of token ids, or a list of chat messages.")
         return [int(item) for item in items], None  # type: ignore[call-overload]
@@ -205,6 +207,7 @@ def load(
         adapter,
         loaded.tokenizer,
         processor=loaded.processor,
+        why_no_processor=loaded.why_no_processor,
         drafter=load_drafter_for(adapter, drafter) if drafter is not None else None,
         shape=shape,
         context_length=context_length,

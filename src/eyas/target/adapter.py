@@ -170,7 +170,9 @@ class HFTarget:
             line, tree = self._line_and_tree()
         self.set_eagle3_layers_to_capture(None)
         if not bool(line.isfinite().all()):
-            raise TargetError(f"{name} computes NaN or infinite logits: its weights are damaged, or {self.dtype} overflows.")
+            raise TargetError(
+                f"{name} computes NaN or infinite logits: its weights are damaged, or {self.dtype} overflows."
+            )
         off = (tree - line).square().mean(-1).sqrt().max() / line.std().clamp(min=1e-6)
         allowed = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.3
         if not off <= allowed:

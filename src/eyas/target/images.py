@@ -50,7 +50,7 @@ def has_images(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def encode_chat(
-    messages: Sequence[Mapping[str, Any]], tokenizer: Any, processor: Any
+    messages: Sequence[Mapping[str, Any]], tokenizer: Any, processor: Any, why_no_processor: str | None = None
 ) -> tuple[list[int], dict[str, Any] | None]:
     """Renders ``messages`` with the target's own chat template, ready for the assistant's turn.
 
@@ -60,8 +60,8 @@ def encode_chat(
     if has_images(messages):
         if processor is None:
             raise RequestError(
-                "The messages hold an image, but this target has no image processor here: it is a text model, or its "
-                "processor needs torchvision (install the extra eyas[vision])."
+                "The messages hold an image, but this target has no image processor: "
+                + (why_no_processor or "it is a text model, or was given none.")
             )
         encoded = processor.apply_chat_template(
             list(messages), tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt"
