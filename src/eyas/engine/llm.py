@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,6 +78,7 @@ class LLM:
             eos_ids=eos_ids(self.target.model, tokenizer),
         )
         self._ids = itertools.count()
+        self._inboxes: dict[str, deque[Output]] = {}  # of the answers being read
 
     def stream(
         self,
@@ -149,15 +151,25 @@ class LLM:
         )
 
     def _run(self, request: Request) -> Iterator[Output]:
-        self.engine.add(request)
+        inbox = self._inboxes[request.id] = deque()
         try:
-            while not self.engine.idle:
-                for output in self.engine.step():
-                    if output.error is not None:
-                        raise output.error
-                    yield output
+            self.engine.add(request)
+            while inbox or not self.engine.idle:
+                if not inbox:
+                    self._step()
+                    continue
+                output = inbox.popleft()
+                if output.error is not None:
+                    raise output.error
+                yield output
         finally:  # the caller may stop listening at any time
             self.engine.abort(request.id)
+            del self._inboxes[request.id]
+
+    def _step(self) -> None:
+        """One step of the engine: an answer that somebody has begun to read and put aside may come first."""
+        for output in self.engine.step():
+            self._inboxes[output.request_id].append(output)
 
     def encode(self, prompt: Prompt) -> tuple[list[int], dict[str, Any] | None]:
         """Token ids of text (as it is), token ids, or chat messages (through the chat template), and image tensors."""
