@@ -75,6 +75,7 @@ class Reading:
     layer_ids: LayerIds
     names: Mapping[str, str]
     problems: tuple[str, ...]
+    refused: bool = False  # a drafter of a kind that Eyas does not run; an engine may
 
 
 def read(checkpoint: Checkpoint) -> Reading:
@@ -100,7 +101,7 @@ def read(checkpoint: Checkpoint) -> Reading:
         problems += [f"{file}: {why}" for why in config.problems()]
         problems += _tensor_problems(checkpoint, config, names)
         problems += _map_problems(checkpoint, config, names)
-    return Reading(dialect, evidence, architectures, config, ids, names, tuple(refused or problems))
+    return Reading(dialect, evidence, architectures, config, ids, names, tuple(refused or problems), bool(refused))
 
 
 def recognise(raw: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
