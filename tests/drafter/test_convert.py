@@ -19,6 +19,7 @@ from drafter.test_reading import load, second_layer
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from eyas.cli.main import main
 from eyas.core import CheckpointError, UsageError
 from eyas.drafter import convert as module
 from eyas.drafter.checkpoint import Checkpoint
@@ -586,6 +587,31 @@ def test_a_result_that_reads_differently_is_not_kept(tmp_path: Path, monkeypatch
     with pytest.raises(Exception, match="the result would not be the same drafter"):
         convert(drafter(tmp_path / "source", "sglang"), "sglang", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = str(drafter(tmp_path / "s", "vllm")), str(tmp_path / "out")
+    (tmp_path / "target").mkdir()
+    sizes = {"hidden_size": H, "vocab_size": V, "num_hidden_layers": 10, "max_position_embeddings": 8192}
+    (tmp_path / "target" / "config.json").write_text(json.dumps(sizes))
+
+    def run(*args: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            main(["convert", *args])
+        printed = capsys.readouterr()
+        return int(end.value.code or 0), printed.out, printed.err
+
+    code, shown, _ = run(source, out, "--to", "eagle", "--target", str(tmp_path / "target"), "--json")
+    assert code == 0
+    assert json.loads(shown)["dialects"] == ["vllm", "eagle"]
+    code, _, error = run(source, out, "--to", "sglang")
+    assert (code, "--force replaces it" in error) == (2, True)
+    assert run(source, out, "--to", "sglang", "--force")[0] == 0
+    code, _, error = run(source, str(tmp_path / "x"), "--to", "eagle")
+    assert (code, "say which target it is" in error) == (1, True)
+    assert run(source, str(tmp_path / "x"), "--to", "gguf")[0] == 2
+    assert run(source, str(tmp_path / "x"), "--to", "vllm", "--engine-path", str(tmp_path / "none"))[0] == 2
+    assert not (tmp_path / "x").exists()
 
 
 def test_what_was_done_is_reported(tmp_path: Path) -> None:

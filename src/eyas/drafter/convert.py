@@ -83,7 +83,8 @@ def convert(
         raise refusal(checkpoint.path, problems)
     plan = _plan(checkpoint, reading, dialect, target)
     reasons = writing.cannot_say(plan.config, dialect, plan.reordered)
-    reasons += engines.limits(plan.config, dialect, engine) if engine else []
+    if engine and not reasons:
+        reasons = engines.limits(plan.config, dialect, engine)
     if reasons:
         raise refusal(checkpoint.path, reasons, f"this drafter cannot be written for {dialect}")
     try:
