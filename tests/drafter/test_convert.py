@@ -186,6 +186,7 @@ def test_there_and_back(tmp_path: Path, variant: str, one: str, other: str) -> N
         target = Verifier("m", (), 24, V, 10, 4096) if target else None
     convert(source, other, there, target=target)
     convert(there, one, back)
+    assert_same_bits(tensors(there), tensors(drafter(tmp_path / "by hand", other, variant)))
     assert_same_bits(tensors(back), tensors(source))
     first, second, third = (read(Checkpoint.open(folder)) for folder in (source, there, back))
     assert (first.dialect, second.dialect, third.dialect) == (one, other, one)

@@ -20,7 +20,7 @@ from eyas.drafter.dialects import MAPS, Reading
 from eyas.drafter.engines import ReadSource
 from eyas.drafter.folder import appearing, check_free
 from eyas.drafter.inspect import odd_layer_ids
-from eyas.drafter.record import Change, Origin
+from eyas.drafter.record import Change
 from eyas.drafter.verifier import Verifier
 from eyas.drafter.weights import Entry
 
@@ -45,11 +45,13 @@ class Conversion:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The destination, before anything is written. ``origins`` are the tensors', ``dropped`` those left behind."""
+    """The destination, before anything is written: its tensors are copies of ``sources`` (new name to the source's) or
+    ``made`` here.
+    """
 
     config: Eagle3Config
-    entries: list[Entry]
-    origins: dict[str, Origin]
+    sources: dict[str, str]
+    made: dict[str, np.ndarray[Any, Any]]
     dropped: dict[str, str]
     d2t_sha256: str | None
     reordered: bool
@@ -96,8 +98,8 @@ def convert(
         source=checkpoint.path,
         out=place,
         dialects=(reading.dialect, dialect),
-        tensors=len(plan.entries),
-        nbytes=sum(entry.nbytes for entry in plan.entries),
+        tensors=len(plan.sources) + len(plan.made),
+        nbytes=sum(entry.nbytes for entry in _entries(checkpoint, plan)),
         changes=changes,
         notes=tuple(_notes(checkpoint, reading, plan.config, target)),
         d2t_sha256=plan.d2t_sha256,
@@ -105,31 +107,21 @@ def convert(
 
 
 def _plan(checkpoint: Checkpoint, reading: Reading, dialect: str, target: Verifier | None) -> _Plan:
-    config = _destination(reading.config, dialect, target)
-    entries, origins = [], {}
-    for name, original in reading.names.items():
-        if name not in MAPS:
-            new = writing.tensor_name(name, dialect)
-            entries.append(_copied(checkpoint, original, new))
-            origins[new] = Origin(original, checkpoint.tensors[original].file.name)
+    config, names = _destination(reading.config, dialect, target), reading.names
+    sources = {writing.tensor_name(name, dialect): names[name] for name in names if name not in MAPS}
     if config.own_head and not reading.config.own_head:
-        original = reading.names[_EMBEDDING]
-        entries.append(_copied(checkpoint, original, _HEAD))
-        origins[_HEAD] = Origin(original, checkpoint.tensors[original].file.name)
-    dropped = {name: "a buffer, not a weight" for name in checkpoint.tensors if name not in reading.names.values()}
-    maps = _maps(checkpoint, reading)
-    for name in MAPS:
-        if not maps and name in reading.names:
-            dropped[reading.names[name]] = "the draft vocabulary is the target's: it maps every token to itself"
-        elif maps and name in reading.names:
-            entries.append(_copied(checkpoint, reading.names[name], name))
-            origins[name] = Origin(reading.names[name], checkpoint.tensors[reading.names[name]].file.name)
-        elif maps:
-            entries.append(_made(name, maps[name]))
-            origins[name] = Origin("computed from d2t", None)
-    digest = hashlib.sha256(maps["d2t"].astype("<i8").tobytes()).hexdigest() if maps else None
+        sources[_HEAD] = names[_EMBEDDING]
+    maps, digest = _maps(checkpoint, reading), None
+    dropped = {name: "a buffer, not a weight" for name in checkpoint.tensors if name not in names.values()}
+    if maps:
+        sources |= {name: names[name] for name in MAPS if name in names}
+        digest = hashlib.sha256(maps["d2t"].astype("<i8").tobytes()).hexdigest()
+    else:
+        why = "the draft vocabulary is the target's: it maps every token to itself"
+        dropped |= {names[name]: why for name in MAPS if name in names}
+    made = {name: values for name, values in maps.items() if name not in names}
     reordered = bool(maps) and config.draft_vocab_size == config.vocab_size
-    return _Plan(config, entries, origins, dropped, digest, reordered)
+    return _Plan(config, sources, made, dropped, digest, reordered)
 
 
 def _destination(config: Eagle3Config, dialect: str, target: Verifier | None) -> Eagle3Config:
@@ -156,6 +148,11 @@ def _maps(checkpoint: Checkpoint, reading: Reading) -> dict[str, np.ndarray[Any,
     return writing.vocabulary_maps(ids, reading.config.vocab_size)
 
 
+def _entries(checkpoint: Checkpoint, plan: _Plan) -> list[Entry]:
+    copied = [_copied(checkpoint, original, name) for name, original in plan.sources.items()]
+    return copied + [_made(name, values) for name, values in plan.made.items()]
+
+
 def _copied(checkpoint: Checkpoint, original: str, name: str) -> Entry:
     tensor = checkpoint.tensors[original]
     return Entry(name, tensor.dtype, tensor.shape, tensor.nbytes, lambda: checkpoint.raw(original))
@@ -170,11 +167,10 @@ def _write(
     checkpoint: Checkpoint, reading: Reading, plan: _Plan, folder: Path, target: Verifier | None
 ) -> tuple[Change, ...]:
     """Config, weights and record, read again before they are taken for good: engines drop silently, Eyas does not."""
-    dialect = plan.config.dialect
-    config = writing.config_json(plan.config, dialect, _dtype(plan.entries), _verifier(checkpoint.config, target))
-    config = record.carried(checkpoint.config, dialect) | config
-    _dump(folder / "config.json", config)
-    digests = weights.write(folder / "model.safetensors", plan.entries)
+    dialect, entries = plan.config.dialect, _entries(checkpoint, plan)
+    config = writing.config_json(plan.config, dialect, _dtype(entries), _verifier(checkpoint.config, target))
+    _dump(folder / "config.json", record.carried(checkpoint.config, dialect) | config)
+    digests = weights.write(folder / "model.safetensors", entries)
     written = Checkpoint.open(folder)
     again = dialects.read(written)
     if again.problems or again.config != plan.config:
@@ -182,14 +178,10 @@ def _write(
             f"{checkpoint.path}: the result would not be the same drafter ({again.problems or again.config}); nothing "
             "was written. This is a bug in Eyas: please report it with the drafter's config.json"
         )
-    changes = record.changes(checkpoint, reading, written, again)
-    tensors = {name: plan.origins[name].as_json() | {"sha256": digests[name]} for name in sorted(digests)}
-    _dump(
-        folder / record.NAME,
-        record.provenance(checkpoint, reading, written, target=target)
-        | {"tensors": tensors, "dropped": plan.dropped, "d2t_sha256": plan.d2t_sha256},
-    )
-    return changes
+    tensors = {name: record.origin(checkpoint, plan.sources.get(name)) | {"sha256": digests[name]} for name in digests}
+    rest = {"tensors": tensors, "dropped": plan.dropped, "d2t_sha256": plan.d2t_sha256}
+    _dump(folder / record.NAME, record.provenance(checkpoint, reading, written, target) | rest)
+    return record.changes(checkpoint, reading, written, again)
 
 
 def _dump(file: Path, content: Mapping[str, Any]) -> None:

@@ -22,12 +22,12 @@ _STACK = re.compile(r"range\((self\.)?config\.num_hidden_layers\)")
 
 
 def limits(config: Eagle3Config, dialect: str, read: ReadSource) -> list[str]:
-    """Why the engine behind ``read`` cannot run this drafter, one reason each. Official EAGLE is no installed engine.
+    """Why the engine behind ``read`` cannot run this drafter, one reason each.
 
-    Raises UsageError where there is no such engine, or one too old for EAGLE-3.
+    Raises UsageError where it is not an engine of this dialect, or too old for EAGLE-3.
     """
     if dialect not in _FILES:
-        return []
+        raise UsageError(f"an engine is looked at for {' and '.join(_FILES)} only, not for the dialect {dialect!r}")
     file = _QWEN3 if dialect == "vllm" and config.qk_norm else _FILES[dialect]
     text = read(file)
     if text is None:

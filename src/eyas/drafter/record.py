@@ -41,15 +41,11 @@ class Change:
     why: str
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Of one tensor: its name in the source and the file that held it, or how it was computed."""
-
-    source: str
-    file: str | None
-
-    def as_json(self) -> dict[str, Any]:
-        return {"from": self.source, "file": self.file}
+def origin(source: Checkpoint, name: str | None) -> dict[str, Any]:
+    """Of a tensor that is a copy of the source's ``name``, or was computed."""
+    if name is None:
+        return {"from": "computed from d2t", "file": None}
+    return {"from": name, "file": source.tensors[name].file.name}
 
 
 def carried(raw: Mapping[str, Any], dialect: str) -> dict[str, Any]:
