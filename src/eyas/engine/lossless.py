@@ -7,6 +7,7 @@ over one; what may differ then is exactly a near-tie, and this is its definition
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -22,10 +23,11 @@ from eyas.speculation.sampling import TokenHistory, needs_history, perturbed, pr
 class Divergence:
     """Where two decodings part: ``tokens`` are plain's and speculation's at output ``index``.
 
-    ``error`` is the largest difference between the target's low-precision and fp32 logits at this place. The divergence
-    is a near-tie when errors of that size explain both choices: in fp32 both tokens are less than twice the error below
-    the best one (a third may stand between them: bf16 has one value for all logits within 0.06 of 20), and neither is
-    cut by top-k, top-p or min-p farther from its border than the error moves it.
+    ``error`` is the largest difference between the target's low-precision and fp32 logits at this place, stretched as
+    repetition penalty and temperature stretch logits. The divergence is a near-tie when errors of that size explain
+    both choices: in fp32 both tokens are less than twice the error below the best one (a third may stand between them:
+    bf16 has one value for all logits within 0.06 of 20), and neither is cut by top-k, top-p or min-p farther from its
+    border than the error moves it.
     """
 
     index: int
@@ -90,7 +92,8 @@ class Comparer:
         prefix = torch.tensor([[*request.prompt_ids, *ours[:index]]], device=self.llm.target.device)
         low, exact = (last_logits(model, prefix, request.images) for model in (self.llm.target.model, self._fp32))
         sampling = request.sampling
-        error = float((low - exact).abs().max()) / (sampling.temperature or 1.0)
+        stretch = max(sampling.repetition_penalty, 1 / sampling.repetition_penalty) / (sampling.temperature or 1.0)
+        error = float((low - exact).abs().max()) * stretch
         history = None
         if needs_history(sampling):
             history = TokenHistory.from_tokens(request.prompt_ids, ours[:index], exact.shape[-1], exact.device)
@@ -126,27 +129,30 @@ def borders(weights: torch.Tensor, sampling: SamplingParams, error: float) -> tu
     """Which tokens [V] top-k, top-p and min-p keep whatever the errors (each up to ``error``), and which under some.
 
     A token's rank and the mass before it change most when it moves by the error one way and all others the other way.
+    Top-p counts the mass of what min-p and top-k leave.
     """
-    order = weights.argsort(descending=True)
-    probs = weights.softmax(-1)
     surely = torch.ones_like(weights, dtype=torch.bool)
     possibly = surely.clone()
-    for sign, kept in ((1.0, surely), (-1.0, possibly)):  # the worst and the best case for the token itself
-        # those before it: everything that could overtake it, or everything that it could not overtake
-        before = torch.searchsorted(-weights[order], -(weights - sign * 2 * error), right=sign > 0)
-        mass = torch.nn.functional.pad(probs[order].cumsum(0), (1, 0))[before]
-        if sign > 0:
-            mass = (mass - probs).clamp(min=0)
-            before = (before - 1).clamp(min=0)
-        odds = mass / (1 - mass).clamp(min=1e-9) * torch.exp(torch.tensor(sign * 2 * error))
-        mass = odds / (1 + odds)
-        if sampling.top_k:
-            kept &= before < sampling.top_k
-        if sampling.top_p < 1:
-            kept &= mass < sampling.top_p
+    if sampling.greedy:
+        return surely, possibly
+    order = weights.argsort(descending=True)
+    probs = weights.double().softmax(-1)
+    sums = torch.nn.functional.pad(probs[order].cumsum(0), (1, 0))
+    highest_other = torch.where(weights == weights.max(), weights[order[1:2]], weights.max())
+    for sign, kept in ((1, surely), (-1, possibly)):  # the worst and the best case for the token itself
+        shift = sign * 2 * error
+        itself = int(sign > 0)
+        # those before it: everything that could overtake it (and itself), or everything that it could not overtake
+        before = torch.searchsorted(-weights[order], -(weights - shift), right=sign > 0)
         if sampling.min_p > 0:
-            floor = weights.max() + torch.log(torch.tensor(sampling.min_p))
-            kept &= weights >= floor + sign * 2 * error
+            kept &= weights >= highest_other + math.log(sampling.min_p) + shift
+        if sampling.top_k:
+            kept &= before - itself < sampling.top_k
+        if sampling.top_p < 1:
+            left = sums[int(kept.sum())]  # what is kept so far is the head of the order
+            after = (left - sums[before] - (1 - itself) * probs).clamp(min=0)
+            odds = (sums[before] - itself * probs) * math.exp(shift) / (probs + after).clamp(min=1e-12)
+            kept &= odds < sampling.top_p * (1 + odds)
     return surely, possibly
 
 
