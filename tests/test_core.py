@@ -1,0 +1,110 @@
+"""What may be asked for: draft shapes and sampling settings."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+
+from eyas.core import (
+    CheckpointError,
+    DraftShape,
+    EyasError,
+    NonFiniteLogitsError,
+    RequestError,
+    SamplingParams,
+    TargetError,
+    UsageError,
+)
+
+
+def test_defaults():
+    params = SamplingParams()
+    assert params.greedy and params.max_tokens == 256 and params.stop == () and params.logprobs is None
+    assert DraftShape() == DraftShape(num_steps=5, eagle_topk=1, num_draft_tokens=6)
+    assert not SamplingParams(temperature=0.1).greedy
+
+
+def test_every_request_has_its_own_seed():
+    assert len({SamplingParams().seed for _ in range(20)}) == 20
+    assert all(0 <= SamplingParams().seed < 2**63 for _ in range(20))
+
+
+NAN, INF = math.nan, math.inf
+EDGES = {
+    "temperature": ([0, 0.01, 5], [-0.1, NAN, INF]),
+    "top_k": ([0, 1, 10**6], [-1]),
+    "top_p": ([0.01, 1], [0, -0.1, 1.1, NAN]),
+    "min_p": ([0, 1], [-0.1, 1.1, NAN]),
+    "repetition_penalty": ([0.01, 1, 9], [0, -1, NAN, INF]),
+    "presence_penalty": ([-2, 0, 2], [-2.1, 2.1, NAN]),
+    "frequency_penalty": ([-2, 0, 2], [-2.1, 2.1, NAN]),
+    "max_tokens": ([1, 10**6], [0, -1]),
+    "min_tokens": ([0, 256], [-1, 257]),
+    "stop": ([(), ("a",), ["a", "bc"], ("\n",)], [("",), ("a", "")]),
+    "logprobs": ([None, 0, 20], [-1, 21]),
+    "seed": ([0, -1, 2**64, 10**30], []),
+    "logit_bias": ([{}, {3: 1.0, 5: -INF}], []),
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, (fine, _) in EDGES.items() for value in fine])
+def test_sampling_settings_that_can_be(field, value):
+    assert getattr(SamplingParams(**{field: value}), field) is not None or value is None
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, (_, wrong) in EDGES.items() for value in wrong])
+def test_sampling_settings_that_cannot_be(field, value):
+    with pytest.raises(UsageError, match="stop strings" if field == "stop" else field):
+        SamplingParams(**{field: value})
+
+
+def test_one_stop_string_is_not_many_letters():
+    assert SamplingParams(stop="END").stop == ("END",)
+    with pytest.raises(UsageError):
+        SamplingParams(stop="")
+
+
+def test_min_tokens_goes_up_to_max_tokens():
+    assert SamplingParams(max_tokens=4, min_tokens=4).min_tokens == 4
+    with pytest.raises(UsageError, match=r"min_tokens must be in \[0, max_tokens\], got 5"):
+        SamplingParams(max_tokens=4, min_tokens=5)
+
+
+def whole_tree(steps: int, topk: int) -> int:
+    """Root, then topk children; from then on topk nodes are expanded by topk children each."""
+    return 1 + topk + sum(topk * topk for _ in range(steps - 1))
+
+
+@pytest.mark.parametrize(("steps", "topk"), [*product((1, 2, 5), (1, 2, 4))])
+def test_draft_shapes(steps, topk):
+    most = whole_tree(steps, topk)
+    least = 2 if topk > 1 else most
+    assert DraftShape.most_tokens(steps, topk) == most
+    for tokens in (least, most):
+        assert DraftShape(steps, topk, tokens).num_draft_tokens == tokens
+    for tokens in (least - 1, most + 1, 0, -3):
+        with pytest.raises(UsageError, match="num_draft_tokens must be"):
+            DraftShape(steps, topk, tokens)
+
+
+@pytest.mark.parametrize(("steps", "topk"), [(0, 1), (-1, 1), (3, 0), (3, -2)])
+def test_draft_shapes_without_steps_or_candidates(steps, topk):
+    with pytest.raises(UsageError, match="must be >= 1"):
+        DraftShape(steps, topk, 4)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (EyasError, 1),
+        (TargetError, 1),
+        (CheckpointError, 1),
+        (NonFiniteLogitsError, 1),
+        (UsageError, 2),
+        (RequestError, 2),
+    ],
+)
+def test_exit_codes(error, code):
+    assert error("why").exit_code == code and isinstance(error("why"), EyasError)
