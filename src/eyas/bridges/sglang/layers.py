@@ -1,0 +1,136 @@
+"""Which layers SGLang captures: its own code, run on the drafter's config and the target's class."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from eyas.bridges import layers
+from eyas.bridges.case import Case
+from eyas.bridges.report import Problem
+from eyas.bridges.sglang.calls import IDS, MODELS, Call, facts
+from eyas.bridges.values import UNKNOWN, Instance, plain
+
+_KNOWN_BUG = "https://github.com/sgl-project/sglang/pull/22836"
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What one call of the setter leaves behind: entry ids, None where they cannot be known."""
+
+    ids: list[int] | None
+    where: str
+
+
+def problems(case: Case, target: Instance, setters: list[Call], flags: dict[str, Any]) -> Iterator[Problem]:
+    """``setters``: the calls that choose the layers, in the order in which they come."""
+    written, where = read_ids(case)
+    if written is UNKNOWN:
+        yield from layers.judge(case, None, where)
+        return
+    captures = []
+    for call in setters:
+        capture = run_setter(case, target, call, written if _arguments(call) else None)
+        if capture is None:
+            yield _does_nothing(target, call, case)
+            return
+        captures.append((call, capture))
+    for call, capture in captures[-1:]:
+        evidence = f"{capture.where}, called by {call.site.at(case.source)}, ids read at {where}"
+        yield from layers.judge(case, capture.ids, evidence)
+        yield from _beyond(case, capture)
+    yield from _graphs(case, captures, flags)
+
+
+def read_ids(case: Case) -> tuple[Any, str]:
+    """The ids that SGLang reads from the drafter's config, None for its default, and where it does."""
+    source = case.source
+    for module in source.containing([f'"{IDS}"'], ["srt/"])[f'"{IDS}"']:
+        if module.startswith(f"{source.name}/{MODELS}"):
+            continue
+        for block, line in _reading_blocks(source.tree(module)):
+            known = facts(case.classes) | {"hf_config": case.drafter_config()}
+            interpreter = case.interpreter(known)
+            interpreter.block(module, block, {})
+            found = [a for a in interpreter.assigned if a.name == IDS]
+            if found:
+                value = found[-1].value
+                fine = plain(value) and all(item.certain or item.value == value for item in found)
+                return (value if fine else UNKNOWN), f"{source.short(module)}:{line}"
+    return UNKNOWN, f"{source.label}: no code that reads {IDS}"
+
+
+def _reading_blocks(tree: ast.Module) -> Iterator[tuple[list[ast.stmt], int]]:
+    """The blocks about EAGLE-3 that read the ids: what is under the condition that asks for the algorithm."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "eagle3" in ast.unparse(node.test):
+            reads = [n for statement in node.body for n in ast.walk(statement) if isinstance(n, ast.Constant)]
+            lines = [n.lineno for n in reads if n.value == IDS]
+            if lines:
+                yield node.body, lines[0]
+
+
+def _arguments(call: Call) -> bool:
+    return isinstance(call.site.node, ast.Call) and bool(call.site.node.args or call.site.node.keywords)
+
+
+def run_setter(case: Case, target: Instance, call: Call, ids: list[int] | None) -> Capture | None:
+    """Calls the setter of the target's class. None: it does nothing at all."""
+    interpreter = case.interpreter(facts(case.classes))
+    interpreter.method(target, call.name, *([] if ids is None else [list(ids)]))
+    chosen = [a for a in interpreter.assigned if re.search("capture|aux", a.name) and isinstance(a.value, list | tuple)]
+    if not chosen and not interpreter.assigned and not interpreter.calls:
+        return None
+    values = {tuple(a.value) for a in chosen if plain(a.value)}
+    certain = len(values) == 1 and all(plain(a.value) for a in chosen)
+    where = chosen[-1].where if chosen else call.name
+    return Capture(list(values.pop()) if certain else None, where)
+
+
+def _does_nothing(target: Instance, call: Call, case: Case) -> Problem:
+    return Problem(
+        "fails",
+        f"{call.name} of {target.ref.name} sets nothing on the model inside it (called at {call.site.at(case.source)})",
+        "the target returns no states for the drafter: dies at the first forward, or at graph capture",
+        "take a target class whose inner model captures states: see eyas check --matrix",
+    )
+
+
+def _beyond(case: Case, capture: Capture) -> Iterator[Problem]:
+    """Layers are looked at as they are entered, so the state after the last needs code of its own."""
+    n = case.target.layers
+    for index in [i for i in capture.ids or [] if n is not None and i >= n]:
+        path = capture.where.split(":")[0]
+        text = next((case.source.text(m) for m in case.source.modules if case.source.short(m) == path), "")
+        if index == n and re.search(
+            r"(end_layer|num_(hidden_)?layers|len\(self\.layers\)) (not )?in self\.layers_to_cap", text
+        ):
+            continue
+        yield Problem(
+            "fails",
+            f"{capture.where}: entry id {index} is never entered by a target of {n} layers",
+            "one state is missing: dies at the first forward, the states are not as wide as fc",
+            "the ids are of another target, or in the other convention: " + layers.PROBE,
+        )
+
+
+def _graphs(case: Case, captures: list[tuple[Call, Capture]], flags: dict[str, Any]) -> Iterator[Problem]:
+    """Graphs captured with other layers than are set behind them: decoding then differs from prefill."""
+    graphs = [(call, capture) for call, capture in captures if call.stage.startswith("at graph")]
+    later = [capture for call, capture in captures if call.stage.startswith("behind")]
+    if not graphs or not later or flags.get("disable_cuda_graph"):
+        return
+    call, capture = graphs[-1]
+    if capture.ids is None or later[-1].ids is None or sorted(capture.ids) == sorted(later[-1].ids):
+        return
+    yield Problem(
+        "silent",
+        f"{call.site.at(case.source)} captures the CUDA graphs with the default layers, entry ids {capture.ids}; "
+        f"the drafter's {later[-1].ids} are set only behind it",
+        "decoding feeds the drafter other states than prefill did: less acceptance, without a word in the log",
+        "start it with eyas launch, whose plugin repairs this; or use --disable-cuda-graph; or a newer SGLang",
+        _KNOWN_BUG,
+    )

@@ -1,0 +1,256 @@
+"""Whether a target and a drafter have what vLLM asks of them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from eyas.bridges import architectures, layers, loading
+from eyas.bridges.case import Case
+from eyas.bridges.classes import Undecided
+from eyas.bridges.interpreter import Interpreter
+from eyas.bridges.loading import Loaded
+from eyas.bridges.report import Fact, Problem, Report
+from eyas.bridges.values import UNKNOWN, Instance, Raised, Record, plain, truth
+from eyas.bridges.vllm import flags
+from eyas.bridges.vllm.calls import (
+    Runner,
+    drafter_classes,
+    find_architecture,
+    image_lookups,
+    names_of,
+    prepared,
+    protocol,
+    runners,
+    setup,
+    vllm_config,
+)  # fmt: skip
+from eyas.bridges.wrapping import look_inside
+
+_SPECULATORS = "speculators_model_type"
+
+
+def check(case: Case, report: Report) -> None:
+    """Adds all that is wrong, and what was understood, to ``report``."""
+    report.problems += flags.problems(case)
+    config, found = drafter_config(case)
+    report.problems += found
+    report.problems += target_problems(case, config, report)
+    report.problems += drafter_problems(case, config, report)
+
+
+def interpreter(case: Case) -> Interpreter:
+    sizes = {key: case.target.size(key) for key in ("vocab_size", "num_hidden_layers")}
+    return prepared(case.interpreter({}), sizes)
+
+
+def targets(case: Case, config: Record) -> list[Instance]:
+    """One object of every class that the target may be of, by platform."""
+    classes = find_architecture(case.classes, case.target.architecture)
+    return [
+        Instance(ref, [], {"vllm_config": vllm_config(case.target_config(), config), "prefix": ""}) for ref in classes
+    ]
+
+
+# The target
+
+
+def target_problems(case: Case, config: Record, report: Report) -> Iterator[Problem]:
+    found = targets(case, config)
+    if not found:
+        yield architectures.unknown_target(case)
+        return
+    places = " or ".join(f"{t.ref.name} ({case.source.short(t.ref.module)}:{t.ref.line})" for t in found)
+    report.facts.append(Fact("target class", places + (" by platform" if len(found) > 1 else "")))
+    default, *others = usable(case)
+    for runner in (default, *others):
+        problems = [p for target in targets(case, config) for p in runner_problems(case, runner, target, config)]
+        for problem in dict.fromkeys(problems):
+            yield problem if runner is default else as_other(problem, runner)
+    for target in targets(case, config)[:1]:
+        yield from image_problems(case, target)
+
+
+def usable(case: Case) -> list[Runner]:
+    """The model runner that is used, then those that may be: V2 needs Triton, a variable chooses (config/vllm.py)."""
+    found = sorted(runners(case.classes), key=lambda runner: runner.label, reverse=True)
+    chosen = case.environment.get("VLLM_USE_V2_MODEL_RUNNER", "")
+    if chosen in ("0", "1"):
+        label = "V2" if chosen == "1" else "V1"
+    else:
+        label = "V1" if case.source.requires("torch").endswith("+cpu") else ""
+    return [runner for runner in found if not label or runner.label == label] or found
+
+
+def as_other(problem: Problem, runner: Runner) -> Problem:
+    """A problem under a model runner that is not the one used by default."""
+    severity = problem.severity if problem.severity == "note" else "undecided"
+    return replace(
+        problem, severity=severity, evidence=f"only with the {runner.label} model runner: {problem.evidence}"
+    )
+
+
+def runner_problems(case: Case, runner: Runner, target: Instance, config: Record) -> Iterator[Problem]:
+    run = interpreter(case)
+    run.facts["hf_config"] = config
+    interface = protocol(case.classes)
+    names = run.protocol(interface) if interface else []
+    missing = [name for name in names if not case.classes.find(target.ref, name)]
+    undecided = [f for name in names if isinstance(f := case.classes.find(target.ref, name), Undecided)]
+    at = runner.site.at(case.source)
+    try:
+        setup(run, runner, target, config)
+    except Raised as raised:
+        inside = look_inside(run, target, lambda model: supports(case, run, model), whole=False)
+        passes = f"{inside.inner} in self.{inside.attribute} has it: start with eyas launch, which passes it on"
+        yield Problem(
+            "fails",
+            f"{target.ref.name} lacks {', '.join(missing) or 'a part'} of SupportsEagle3; {raised.where} raises "
+            f"{raised.kind}: {raised.message}",
+            "dies after target and drafter are loaded",
+            passes if inside.kind == "delegate" else f"{inside.reason}: a newer vllm, another engine, or Eyas itself",
+        )
+        return
+    captured = [a for a in run.assigned if a.name == "aux_hidden_state_layers"]
+    values = {tuple(a.value) for a in captured if plain(a.value)}
+    if undecided or not captured or len(values) != 1:
+        reason = undecided[0].reason if undecided else "what holds the decoder layers is chosen at run time"
+        yield from layers.judge(case, None, f"{target.ref.name}: {reason} ({at})")
+        return
+    yield from layers.judge(case, values.pop(), f"{captured[-1].where}, called by {at} ({runner.label} model runner)")
+
+
+def supports(case: Case, run: Interpreter, model: Instance) -> bool | None:
+    interface = protocol(case.classes)
+    found = [case.classes.find(model.ref, name) for name in (run.protocol(interface) if interface else [])]
+    return False if None in found else None if any(isinstance(f, Undecided) for f in found) else True
+
+
+def image_problems(case: Case, target: Instance) -> Iterator[Problem]:
+    """v1/spec_decode: the token that stands for an image, under the name that this class's config has to have."""
+    for module, branch in image_lookups(case.source):
+        run = interpreter(case)
+        run.facts["get_model_name"] = target.ref.name
+        config = case.target_config()
+        target = Instance(target.ref, attrs={"config": config}, ready=True)
+        if truth(run.get(target, "supports_multimodal", False)) is not True:
+            return
+        run.block(module, branch.body, {"target_model": target})
+        records = [config, *(value for value in config.values.values() if isinstance(value, Record))]
+        for key in [key for record in records for key in record.asked if "token" in key]:
+            has = [name for name in case.target.config if re.search("(image|media).*token", name)]
+            yield Problem(
+                "fails" if has else "undecided",
+                f"{case.source.short(module)}:{branch.lineno} reads {key} of the target's config, which "
+                + (f"has {', '.join(has)} instead" if has else "does not name it"),
+                "dies after both are loaded: AttributeError (with the V1 model runner)",
+                f"--hf-overrides '{{\"{key}\": ...}}' with the id of the image token",
+                "https://github.com/vllm-project/vllm/issues/48700",
+            )
+
+
+# The drafter
+
+
+def drafter_config(case: Case) -> tuple[Record, list[Problem]]:
+    """The config object that vLLM makes of the drafter's config.json, and what it refuses."""
+    raw = dict(case.checkpoint.config)
+    if _SPECULATORS in raw:
+        return _speculators(case, raw)
+    record = case.drafter_config(raw)
+    if "model_type" not in raw:
+        return record, [architectures.no_model_type(case)]
+    module = case.source.module("vllm.transformers_utils.configs.eagle")
+    ref = case.classes.class_in(module, "EAGLEConfig") if module else None
+    if ref is not None:
+        run = interpreter(case)
+        run.believed.add(ref.module)
+        run.build(Instance(ref, [], {"model": record, "method": "eagle3"}), lenient=True)
+        named = [
+            kwargs["architectures"] for _, kwargs in run.calls.get("__init__", []) if plain(kwargs.get("architectures"))
+        ]
+        record.values["architectures"] = named[-1] if named else UNKNOWN
+    return record, []
+
+
+def _speculators(case: Case, raw: dict[str, Any]) -> tuple[Record, list[Problem]]:
+    """transformers_utils/configs/speculators/algos.py: one function for each kind, registered by a decorator."""
+    kind, inner = raw[_SPECULATORS], dict(raw.get("transformer_layer_config") or {})
+    for module in case.source.containing(["register_speculator"])["register_speculator"]:
+        for node in case.source.tree(module).body:
+            marks = [ast.unparse(d) for d in getattr(node, "decorator_list", [])]
+            if isinstance(node, ast.FunctionDef) and any(repr(kind) in mark for mark in marks):
+                run = interpreter(case)
+                run.believed.add(module)
+                try:
+                    run.call(run.global_name(module, node.name), config_dict=raw, pre_trained_config=inner)
+                except Raised as raised:
+                    text = f"{raised.where} raises {raised.kind}: {raised.message}"
+                    return case.drafter_config(inner), [
+                        Problem("fails", text, "dies at the start", "eyas convert --to vllm")
+                    ]
+                return case.drafter_config(inner), []
+    text = f"speculators_model_type {kind!r} is none that {case.source.label} knows"
+    return case.drafter_config(inner), [Problem("fails", text, "dies at the start", "eyas convert --to vllm")]
+
+
+def drafter_problems(case: Case, config: Record, report: Report) -> Iterator[Problem]:
+    named = config.values.get("architectures")
+    name = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
+    classes = find_architecture(case.classes, name)
+    if not classes:
+        yield architectures.unknown_drafter(case, name)
+        return
+    ref = classes[0]
+    report.facts.append(Fact("drafter class", f"{ref.name} ({case.source.short(ref.module)}:{ref.line})"))
+    run = interpreter(case)
+    arguments = {"vllm_config": vllm_config(case.target_config(), config), "prefix": ""}
+    loaded = loading.load(case, ref, run, arguments, config, _share(case))
+    yield from loading.problems(case, loaded)
+    yield from _one_of(case, loaded)
+    yield from _length(case)
+
+
+def _share(case: Case) -> Any:
+    """v1/spec_decode/llm_base_proposer.py lends the embedding if widths agree, and the head."""
+
+    def share(loaded: Loaded) -> None:
+        run, drafter = loaded.interpreter, loaded.instance
+        same_width = case.target.size("hidden_size") in (None, case.reading.config.hidden_size)
+        lent = {"embed_tokens": ("has_own_embed_tokens", same_width), "lm_head": ("has_own_lm_head", True)}
+        for parameter in loaded.parameters.known.values():
+            for part, (flag, possible) in lent.items():
+                if f"{part}." in parameter.name and possible and truth(run.get(drafter, flag, False)) is not True:
+                    parameter.filled = True
+
+    return share
+
+
+def _one_of(case: Case, loaded: Loaded) -> Iterator[Problem]:
+    for kinds, where in drafter_classes(case.classes, loaded.interpreter):
+        if loaded.interpreter.is_a(loaded.instance, kinds) is False:
+            yield Problem(
+                "undecided",
+                f"{where} asserts that it is of {', '.join(names_of(kinds))}; {loaded.instance.ref.name} is not",
+                "dies at the first draft with the V1 model runner",
+                "VLLM_USE_V2_MODEL_RUNNER=1, or another drafter class",
+            )
+
+
+def _length(case: Case) -> Iterator[Problem]:
+    """config/speculative.py raises the drafter's max_position_embeddings to the target's, in versions that do."""
+    found, wanted = case.reading.config.max_position_embeddings, case.target.size("max_position_embeddings")
+    module = case.source.module("vllm.config.speculative") or case.source.module("vllm.config")
+    raises = module and re.search(r"draft\w*(\.hf_config)?\.max_position_embeddings = ", case.source.text(module))
+    if wanted and found < wanted and not raises:
+        yield Problem(
+            "fails",
+            f"max_position_embeddings of the drafter is {found}, the target's {wanted}; {case.source.label} sizes the "
+            "drafter's rotary table by it",
+            f"prompts beyond {found} tokens read outside the table: a crash, or garbage",
+            f"raise max_position_embeddings in the drafter's config.json to {wanted}",
+            "https://github.com/vllm-project/vllm/issues/48894",
+        )
