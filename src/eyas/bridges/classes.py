@@ -83,12 +83,14 @@ class Classes:
     def __init__(self, source: EngineSource):
         self.source = source
         self._bindings: dict[str, dict[str, list[_Binding]]] = {}
+        self._members: dict[ClassRef, dict[str, list[ast.stmt]]] = {}
         self._ancestry: dict[ClassRef, tuple[list[ClassRef | External], list[str]]] = {}
 
     def forget(self, most: int = 5_000_000) -> None:
         """Drops what was parsed once it is of more than ``most`` bytes of source; it is parsed again if asked for."""
         if self.source.parsed > most:
             self._bindings.clear()
+            self._members.clear()
             self._ancestry.clear()
             self.source.forget()
 
@@ -207,29 +209,30 @@ class Classes:
         ancestors, doubts = self.ancestry(ref)
         for ancestor in ancestors:
             if isinstance(ancestor, ClassRef):
-                for statement in own_members(ancestor.node).get(name, []):
+                for statement in self.members(ancestor).get(name, []):
                     return Member(ancestor, statement)
         if doubts:
             return Undecided(doubts[0])
         for ancestor in ancestors:
-            if isinstance(ancestor, ClassRef) and "__getattr__" in own_members(ancestor.node):
+            if isinstance(ancestor, ClassRef) and "__getattr__" in self.members(ancestor):
                 return Undecided(f"{ancestor.name} passes unknown names on with __getattr__")
         return None
+
+    def members(self, ref: ClassRef) -> dict[str, list[ast.stmt]]:
+        """What the body of a class binds itself, last definition first."""
+        if ref not in self._members:
+            table: dict[str, list[ast.stmt]] = {}
+            for statement, _ in _statements(ref.node.body):
+                for name, binding in _bound(statement, False):
+                    if isinstance(binding.node, ast.stmt):
+                        table.setdefault(name, []).insert(0, binding.node)
+            self._members[ref] = table
+        return self._members[ref]
 
     def inherits(self, ref: ClassRef, other: ClassRef | External) -> bool | None:
         """None: some base of ``ref`` could not be resolved, so it may."""
         ancestors, doubts = self.ancestry(ref)
         return True if other in ancestors else None if doubts else False
-
-
-def own_members(node: ast.ClassDef) -> dict[str, list[ast.stmt]]:
-    """What a class body binds, last definition first."""
-    table: dict[str, list[ast.stmt]] = {}
-    for statement, _ in _statements(node.body):
-        for name, binding in _bound(statement, False):
-            if isinstance(binding.node, ast.stmt) and not _is_stub(binding.node):
-                table.setdefault(name, []).insert(0, binding.node)
-    return table
 
 
 def dotted_name(node: ast.AST) -> str:

@@ -36,6 +36,10 @@ def _tree(case: Case) -> bool:
     return isinstance(topk, int) and topk > 1
 
 
+def _has_triton(case: Case) -> bool:
+    return not case.source.requires("torch").endswith("+cpu")
+
+
 BUGS = (
     KnownBug(
         "sglang", (0,), None, _SGLANG + "issues/34152", _architecture("^Qwen3VL"), "note",
@@ -62,13 +66,7 @@ BUGS = (
         "leave head-room: a lower --mem-fraction-static or --max-running-requests",
     ),
     KnownBug(
-        "sglang", (0,), (0, 5, 23), _SGLANG + "issues/25673", _architecture("^KimiK2|^DeepseekV3"), "note",
-        "drafters with MLA attention (kimi-k2.x-eagle3-mla) are not understood",
-        "acceptance below 2%",
-        "use a drafter with ordinary attention, or a newer SGLang",
-    ),
-    KnownBug(
-        "vllm", (0, 24), None, _VLLM + "issues/40551", lambda case: True, "note",
+        "vllm", (0, 24), None, _VLLM + "issues/40551", _has_triton, "note",
         "the V2 model runner has shown a lower acceptance length than V1 with the same drafter",
         "a few per cent of acceptance",
         "compare with VLLM_USE_V2_MODEL_RUNNER=0 before you blame the drafter",

@@ -59,7 +59,7 @@ def _meanings(classes: Classes, module: str, name: str) -> list[Meaning]:
 def _vllm(classes: Classes) -> Iterator[Row]:
     interface = vllm.protocol(classes)
     names = Interpreter(classes, {}, {}).protocol(interface) if interface else []
-    for architecture in vllm.tables(classes):
+    for architecture, _ in sorted(vllm.tables(classes).items(), key=lambda item: item[1]):  # a module's at once
         rows = []
         for ref in vllm.find_architecture(classes, architecture):
             interpreter = vllm.prepared(Interpreter(classes, {}, {}), {"vocab_size": None, "num_hidden_layers": None})

@@ -18,7 +18,6 @@ from eyas.bridges.classes import (
     Undecided,
     ValueRef,
     dotted_name,
-    own_members,
 )
 from eyas.bridges.source import SourceError
 from eyas.bridges.values import (
@@ -151,8 +150,8 @@ class Objects:
         ancestors, _ = self.classes.ancestry(value.instance.ref)
         later = ancestors[ancestors.index(value.after) + 1 :] if value.after in ancestors else []
         for ancestor in later:
-            if isinstance(ancestor, ClassRef) and name in own_members(ancestor.node):
-                return self._of_class(Member(ancestor, own_members(ancestor.node)[name][0]), value.instance)
+            if isinstance(ancestor, ClassRef) and name in self.classes.members(ancestor):
+                return self._of_class(Member(ancestor, self.classes.members(ancestor)[name][0]), value.instance)
         return UNKNOWN
 
     def get(self, value: Any, name: str, *default: Any) -> Any:
@@ -197,7 +196,7 @@ class Objects:
     def protocol(self, kind: ClassRef) -> list[str]:
         """The names that a class needs to conform to a protocol."""
         ancestors, _ = self.classes.ancestry(kind)
-        names = [name for a in ancestors if isinstance(a, ClassRef) for name in own_members(a.node)]
+        names = [name for a in ancestors if isinstance(a, ClassRef) for name in self.classes.members(a)]
         return [name for name in dict.fromkeys(names) if not name.startswith("__")]
 
     # Names

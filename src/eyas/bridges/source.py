@@ -37,6 +37,7 @@ class EngineSource:
         everything = list(files.names())
         self.modules = frozenset(n for n in everything if n.startswith(f"{name}/") and n.endswith(".py"))
         self._trees: dict[str, ast.Module] = {}
+        self._searches: dict[tuple[tuple[str, ...], tuple[str, ...]], dict[str, list[str]]] = {}
         self.parsed = 0  # bytes of source whose syntax trees are kept
         self._metadata = _metadata(name, everything, files)
         self.version = self._said(rb"^Version: *(\S+)") or _version(name, files)
@@ -99,6 +100,9 @@ class EngineSource:
         folders = tuple(f"{self.name}/{folder}" for folder in under)
         sought = [(word, word.encode()) for word in words]
         found: dict[str, list[str]] = {word: [] for word, _ in sought}
+        key = (tuple(found), folders)
+        if key in self._searches:
+            return self._searches[key]
         for module in sorted(m for m in self.modules if m.startswith(folders)):
             try:
                 content = self._files.read(module)
@@ -107,6 +111,7 @@ class EngineSource:
             for word, sought_bytes in sought:
                 if sought_bytes in content:
                     found[word].append(module)
+        self._searches[key] = found
         return found
 
     def module(self, dotted: str) -> str | None:

@@ -1,17 +1,19 @@
-"""``eyas check``: what a checkpoint is, from its config and headers, before anything is loaded."""
+"""``eyas check``: what a drafter is, and whether it fits a target in an engine, before anything is loaded."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from eyas.cli.console import counted
 from eyas.cli.options import Debug, Json
+from eyas.core import UsageError
 
 if TYPE_CHECKING:
+    from eyas.bridges.source import EngineSource
     from eyas.drafter.inspect import DrafterReport
 
 WIDTH = 100
@@ -19,23 +21,57 @@ DIALECTS = {"eagle": "official EAGLE", "sglang": "SGLang, SpecForge", "vllm": "v
 
 
 def check(
-    drafter: Annotated[Path, typer.Argument(help="A drafter's folder or weights file.", show_default=False)],
+    context: typer.Context,
+    path: Annotated[
+        str | None, typer.Argument(help="A drafter; with --drafter the target's folder.", show_default=False)
+    ] = None,
+    drafter: Annotated[
+        Path | None, typer.Option(help="The drafter's folder or weights file.", show_default=False)
+    ] = None,
+    engine: Annotated[
+        Literal["sglang", "vllm", "local"] | None, typer.Option(help="Who is to run the pair; local is Eyas.")
+    ] = None,
+    engine_path: Annotated[
+        Path | None,
+        typer.Option(help="Environment, source tree or wheel of the engine. Default: what is installed here."),
+    ] = None,
+    matrix: Annotated[
+        bool, typer.Option("--matrix", help="List every architecture of the engine with its EAGLE-3 status.")
+    ] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Say what a drafter checkpoint is, and what is odd about it, without loading it.
+    """Say what a drafter is, or whether it fits a target in an engine, without loading anything.
 
-    Exits with 1 where Eyas would not load it.
+    With --drafter everything that would fail or silently go wrong is listed, each with its evidence in the engine's
+    source, its consequence and a fix. The engine's own flags go behind --. Exits with 1 where something is wrong.
 
     Examples:
 
     eyas check ./my-drafter
 
-    eyas check ./my-drafter/model.safetensors --json
+    eyas check ./my-model --drafter ./my-drafter --engine sglang --engine-path ./sglang.whl
+
+    eyas check ./my-model --drafter ./my-drafter --engine sglang -- --speculative-eagle-topk 4 --page-size 64
+
+    eyas check --matrix --engine-path ./sglang.whl
     """
+    if matrix:
+        _matrix(path, engine, engine_path, as_json)
+    elif path is None:
+        raise UsageError("nothing to check: name a drafter, or a target with --drafter, or ask for --matrix")
+    elif drafter is not None:
+        _fit(path, drafter, engine, engine_path, context.args, as_json)
+    elif engine or engine_path or context.args:
+        raise UsageError("an engine needs both: eyas check TARGET --drafter D --engine ...")
+    else:
+        _drafter(Path(path), as_json)
+
+
+def _drafter(path: Path, as_json: bool) -> None:
     from eyas.drafter.inspect import describe
 
-    report = describe(drafter)
+    report = describe(path)
     if as_json:
         from eyas.cli.records import print_json
 
@@ -44,6 +80,49 @@ def check(
         show(report)
     if report.problems:
         raise typer.Exit(1)
+
+
+def _fit(
+    target: str, drafter: Path, engine: str | None, engine_path: Path | None, arguments: list[str], as_json: bool
+) -> None:
+    from eyas.bridges.check import check as check_pair
+    from eyas.bridges.flags import read_flags
+    from eyas.cli.fit import report_record, show_report
+
+    if engine is None and engine_path is None:
+        raise UsageError("name the engine that is to run the pair: --engine sglang, vllm or local")
+    source = None if engine == "local" else _source(engine, engine_path)
+    report = check_pair(target, drafter, source, read_flags(arguments))
+    if as_json:
+        from eyas.cli.records import print_json
+
+        print_json(report_record(report))
+    else:
+        show_report(report)
+    if not report.fits:
+        raise typer.Exit(1)
+
+
+def _matrix(path: str | None, engine: str | None, engine_path: Path | None, as_json: bool) -> None:
+    from eyas.bridges.matrix import matrix
+    from eyas.cli.fit import matrix_record, show_matrix
+
+    if path or engine == "local" or (engine is None and engine_path is None):
+        raise UsageError("--matrix is about an engine alone: eyas check --matrix --engine-path PATH")
+    source = _source(engine, engine_path)
+    rows = matrix(source)
+    if as_json:
+        from eyas.cli.records import print_json
+
+        print_json(matrix_record(source, rows))
+    else:
+        show_matrix(source, rows)
+
+
+def _source(engine: str | None, engine_path: Path | None) -> EngineSource:
+    from eyas.bridges.source import engine_at, open_engine
+
+    return open_engine(engine, engine_path) if engine else engine_at(engine_path or "")
 
 
 def as_record(report: DrafterReport) -> dict[str, Any]:

@@ -27,7 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(run.run)
-app.command()(check.check)
+app.command(context_settings={"allow_extra_args": True})(check.check)
 app.command()(convert.convert)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eyas.bridges.callers import Site, imported_modules, reachable, sites
-from eyas.bridges.classes import Classes, ClassRef, own_members
+from eyas.bridges.classes import Classes, ClassRef
 from eyas.bridges.interpreter import Interpreter
 from eyas.bridges.source import EngineSource, SourceError
 from eyas.bridges.values import UNKNOWN, Class, Either, Instance, Record
@@ -20,6 +20,7 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 _STAGES = ("at kernel warm-up", "at graph capture", "behind graph capture", "when the drafter", "once")  # in order
 _OF_TORCH = {"modules", "named_modules", "named_parameters", "parameters", "children", "to", "eval"}
 _TARGET = re.compile(r"(^|\.)target\w*\.model_runner\.model$|^target_model$")
+_MODEL = re.compile(r"target\w*\.model_runner\.model\.|draft\w*\.model\.|\b(target|draft)_model\.")
 _DRAFTER = re.compile(r"(^|\.)draft\w*\.model$|^draft_model$")
 
 
@@ -77,7 +78,7 @@ def find_architecture(classes: Classes, name: str) -> list[ClassRef]:
 def facts(classes: Classes) -> dict[str, Any]:
     """What is known wherever it is asked: this is the last of the pipeline ranks, and the algorithm is EAGLE-3."""
     ref = classes.class_in(f"{classes.source.name}/srt/speculative/spec_info.py", "SpeculativeAlgorithm")
-    asked = [name for name in own_members(ref.node) if name.startswith("is_")] if ref else ["is_eagle", "is_eagle3"]
+    asked = [name for name in classes.members(ref) if name.startswith("is_")] if ref else ["is_eagle", "is_eagle3"]
     return FACTS | {name: name in ("is_eagle", "is_eagle3", "is_some", "is_speculative") for name in asked}
 
 
@@ -137,6 +138,8 @@ def _worker_modules(classes: Classes, arguments: Record) -> list[str]:
 
 
 def _worker_calls(source: EngineSource, module: str) -> Iterator[Call]:
+    if not _MODEL.search(source.text(module)):
+        return
     for site in sites(source, module):
         side = "target" if _TARGET.search(site.receiver) else "drafter" if _DRAFTER.search(site.receiver) else ""
         ours = site.name not in _OF_TORCH and not site.name.startswith("__") and site.under("eagle3") is not False
