@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from engine.harness import CHAIN, SHAPES, TREE, lively, plant, truth, words
+from engine.harness import CHAIN, TREE, lively, plant, truth, words
 
 from eyas.core import Acceptance, SamplingParams
 from eyas.drafter.eagle3 import Eagle3Drafter
@@ -40,10 +40,10 @@ def prompts(name: str = NAME, count: int = 4) -> list[list[int]]:
 # Whole comparisons
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_fp32_is_equal(shape):
     comparer = Comparer(pair(shape=shape))
-    for prompt, sampling in itertools.product(prompts(), (GREEDY, SAMPLED)):
+    for prompt, sampling in itertools.product(prompts(count=2), (GREEDY, SAMPLED)):
         found = comparer.compare(prompt, sampling, speculative_first=sampling is SAMPLED)
         assert found.equal and found.lossless and found.divergences == ()
         assert found.plain.token_ids == found.speculative.token_ids
@@ -57,7 +57,7 @@ def test_bf16_differs_by_near_ties_at_most(name):
     divergences = []
     for shape, sampling in ((CHAIN, SAMPLED), (TREE, GREEDY)):
         comparer = Comparer(pair(name, torch.bfloat16, shape))
-        for prompt in prompts(name):
+        for prompt in prompts(name, 3):
             found = comparer.compare(prompt, sampling)
             assert found.lossless, found.divergences
             divergences += found.divergences
@@ -90,7 +90,7 @@ def test_the_comparison_goes_on_behind_near_ties():
     comparer = Comparer(pair(dtype=torch.bfloat16))
     noisy(comparer.llm.target, 0.05)
     most = 0
-    for prompt, sampling in itertools.product(prompts(count=6), (GREEDY, replace(SAMPLED, temperature=2.0))):
+    for prompt, sampling in itertools.product(prompts(count=4), (GREEDY, replace(SAMPLED, temperature=2.0))):
         found = comparer.compare(prompt, sampling)
         assert found.lossless and found.equal == (not found.divergences)
         places = [d.index for d in found.divergences]
@@ -121,7 +121,7 @@ def test_a_wrong_token_accepted_now_and_then_is_found(sampling, dtype, monkeypat
 
     monkeypatch.setattr(engine, "accept", wrong)
     comparer = Comparer(pair(dtype=dtype))
-    for prompt in prompts():
+    for prompt in prompts(count=2):
         found = comparer.compare(prompt, sampling)
         assert not found.equal and not found.lossless
 

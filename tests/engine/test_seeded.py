@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -10,7 +11,6 @@ import zoo
 from engine.harness import (
     BUSH,
     CHAIN,
-    SHAPES,
     TREE,
     accept_lengths,
     decode,
@@ -62,8 +62,8 @@ cases = pytest.mark.parametrize("case", INPUTS)
 settings = pytest.mark.parametrize("setting", SETTINGS)
 
 
-def request_for(case: str, setting: str, seed: int = 7) -> Request:
-    return truth(*INPUTS[case]).request(seed=seed, max_tokens=TOKENS, **SETTINGS[setting])
+def request_for(case: str, setting: str, seed: int = 7, max_tokens: int = TOKENS) -> Request:
+    return truth(*INPUTS[case]).request(seed=seed, max_tokens=max_tokens, **SETTINGS[setting])
 
 
 @cache
@@ -101,10 +101,10 @@ def test_scripted_errors_change_nothing(case, setting):
 @settings
 @cases
 def test_random_drafters_change_nothing(case, setting):
-    request, expected, name = request_for(case, setting), plain(case, setting), INPUTS[case][0]
+    request, expected, name = request_for(case, setting, max_tokens=24), plain(case, setting), INPUTS[case][0]
     for kind, shape in (("standard", CHAIN), ("reduced vocabulary", TREE)):
         answer = decode(engine_for(name, random_drafter(name, kind), shape), request)
-        assert answer.tokens == expected
+        assert answer.tokens == expected[:24]
         assert answer.stats.steps > 0
 
 
@@ -129,17 +129,15 @@ def test_unseeded_requests_differ():
 
 
 @pytest.mark.parametrize("setting", ["greedy with penalties", "temperature", "everything"])
-@cases
+@pytest.mark.parametrize("case", ["llama", "gemma3", "qwen2.5-vl with an image"])
 def test_an_answer_goes_on_as_if_it_had_never_stopped(case, setting):
     """From every few tokens on, plain and speculative."""
-    from dataclasses import replace
-
     request, expected, name = request_for(case, setting), plain(case, setting), INPUTS[case][0]
     known = script(name, request.prompt_ids, request.images, expected)
-    for done in range(0, len(expected), 9):
+    for done in range(0, len(expected), 13):
         again = replace(request, output_ids=expected[:done])
         assert decode(engine_for(name), again).tokens == expected[done:]
-        for shape in SHAPES.values():
+        for shape in (CHAIN, TREE):
             drafter = scripted(known, plans(shape.num_steps)["in turn"])
             assert decode(engine_for(name, drafter, shape), again).tokens == expected[done:]
         assert decode(engine_for(name, random_drafter(name), TREE), again).tokens == expected[done:]
