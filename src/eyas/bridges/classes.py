@@ -145,12 +145,12 @@ class Classes:
     def imported(self, module: str, origin: str, name: str, depth: int = 0) -> list[Meaning]:
         """What ``from origin import name`` brings into ``module``."""
         package = _absolute(module, origin)
-        path = self.source.module(package)
-        if path is None:
-            outside = package.split(".")[0] != self.source.name
-            return [External(f"{package}.{name}")] if outside else []
-        found = self.meanings(path, name, None, depth + 1) if path != module else []
-        return found or ([self._module(f"{package}.{name}")] if self.source.module(f"{package}.{name}") else [])
+        path, submodule = self.source.module(package), self.source.module(f"{package}.{name}")
+        found = self.meanings(path, name, None, depth + 1) if path and path != module else []
+        if not found and submodule:
+            return [ModuleRef(submodule)]
+        outside = path is None and package.split(".")[0] != self.source.name
+        return [External(f"{package}.{name}")] if outside else found
 
     def _module(self, dotted: str) -> Meaning:
         path = self.source.module(dotted)

@@ -596,7 +596,7 @@ def _identical(left: Any, right: Any) -> bool | None:
         return found.pop() if len(found) == 1 else None
     if left is UNKNOWN or right is UNKNOWN or isinstance(right, Either):
         return None
-    return left == right if plain(left) and plain(right) else left is right
+    return left == right if (plain(left) and plain(right)) or isinstance(left, Class) else left is right
 
 
 def _contains(container: Any, item: Any) -> bool | None:

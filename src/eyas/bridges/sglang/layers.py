@@ -48,7 +48,7 @@ def problems(case: Case, target: Instance, setters: list[Call], flags: dict[str,
 def read_ids(case: Case) -> tuple[Any, str]:
     """The ids that SGLang reads from the drafter's config, None for its default, and where it does."""
     source = case.source
-    for module in source.containing([f'"{IDS}"'], ["srt/"])[f'"{IDS}"']:
+    for module in source.containing([IDS], ["srt/"])[IDS]:
         if module.startswith(f"{source.name}/{MODELS}"):
             continue
         for block, line in _reading_blocks(source.tree(module)):
@@ -67,8 +67,10 @@ def _reading_blocks(tree: ast.Module) -> Iterator[tuple[list[ast.stmt], int]]:
     """The blocks about EAGLE-3 that read the ids: what is under the condition that asks for the algorithm."""
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "eagle3" in ast.unparse(node.test):
-            reads = [n for statement in node.body for n in ast.walk(statement) if isinstance(n, ast.Constant)]
-            lines = [n.lineno for n in reads if n.value == IDS]
+            nodes = [n for statement in node.body for n in ast.walk(statement)]
+            keys = [n.lineno for n in nodes if isinstance(n, ast.Constant) and n.value == IDS]
+            names = [n for n in nodes if isinstance(n, ast.Attribute) and n.attr == IDS and isinstance(n.ctx, ast.Load)]
+            lines = [*keys, *(n.lineno for n in names)]
             if lines:
                 yield node.body, lines[0]
 
@@ -81,10 +83,11 @@ def run_setter(case: Case, target: Instance, call: Call, ids: list[int] | None) 
     """Calls the setter of the target's class. None: it does nothing at all."""
     interpreter = case.interpreter(facts(case.classes))
     interpreter.method(target, call.name, *([] if ids is None else [list(ids)]))
-    chosen = [a for a in interpreter.assigned if re.search("capture|aux", a.name) and isinstance(a.value, list | tuple)]
-    if not chosen and not interpreter.assigned and not interpreter.calls:
+    named = [a for a in interpreter.assigned if re.search("capture|aux", a.name) and not isinstance(a.value, bool)]
+    chosen = [a for a in named if a.value not in ([], ())]  # as it is before anyone chooses
+    if not chosen and call.name not in interpreter.calls:
         return None
-    values = {tuple(a.value) for a in chosen if plain(a.value)}
+    values = {tuple(a.value) for a in chosen if isinstance(a.value, list | tuple) and plain(a.value)}
     certain = len(values) == 1 and all(plain(a.value) for a in chosen)
     where = chosen[-1].where if chosen else call.name
     return Capture(list(values.pop()) if certain else None, where)
