@@ -238,7 +238,7 @@ class Objects:
             return self.facts[name]
         if isinstance(function, Either):
             return join([self.apply(option, args, kwargs, name, where) for option in function.options])
-        if isinstance(function, Function) and not _is_layer(function.ref.module):
+        if isinstance(function, Function):
             return self.invoke(function, args, kwargs)
         if isinstance(function, Class):
             return self._construct(function.ref, args, kwargs)
@@ -252,9 +252,6 @@ class Objects:
         return UNKNOWN
 
     def _construct(self, ref: ClassRef, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Layers are leaves: what a checkpoint calls their parameters is known without looking inside."""
-        if _is_layer(ref.module):
-            return Leaf(ref.name, args, kwargs)
         followed = self.follows(ref.module)
         return Instance(ref, args, kwargs, ready=not followed, opaque=not followed)
 
@@ -342,10 +339,6 @@ class Objects:
                 found.known[full] = value.parameters.setdefault(name, Parameter(full, shape))
         elif isinstance(value, Nothing | Either):
             found.unknown.append(path.removesuffix("."))
-
-
-def _is_layer(module: str) -> bool:
-    return "/layers/" in module
 
 
 def _tensors(leaf: Leaf) -> dict[str, tuple[int, ...] | None]:

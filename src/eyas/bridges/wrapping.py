@@ -24,6 +24,7 @@ class Wrapped:
     attribute: str = ""
     inner: str = ""
     reason: str = ""
+    models: tuple[Instance, ...] = ()
 
 
 def look_inside(
@@ -45,7 +46,7 @@ def look_inside(
         names = " or ".join(dict.fromkeys(model.ref.name for model in models))
         if answers == {True} and (len(models) == len(options) or UNKNOWN not in options):
             if not whole or _passed_whole(interpreter.classes, wrapper.ref, attribute):
-                return Wrapped("delegate", attribute, names)
+                return Wrapped("delegate", attribute, names, models=tuple(models))
             answer = Wrapped(
                 "cannot", attribute, names, f"its forward goes around {names}, through self.{attribute}.model"
             )

@@ -38,14 +38,17 @@ def target_problems(case: Case, contract: list[Call], arguments: Record, report:
     ref = classes[0]
     report.facts.append(Fact("target class", f"{ref.name} ({case.source.short(ref.module)}:{ref.line})"))
     asked = [call for call in contract if call.side == "target" and call.site.called and not call.site.asked_first]
-    missing = list(missing_methods(case, ref, asked))
-    yield from missing
-    if any(call.name.startswith("set_") and _lacks(case, ref, call.name) for call in asked):
-        return
     target = Instance(ref, [], {"config": case.target_config()})
+    names = list(dict.fromkeys(call.name for call in asked))
+    if any(_lacks(case, ref, name) for name in names):
+        wrapped = inside(case.interpreter(facts(case.classes)), target, names)
+        yield from missing_methods(case, ref, asked, wrapped)
+        if not wrapped.models:
+            return
+        target = wrapped.models[0]  # what a wrapper is made to pass on to
     for call in asked:
         try:
-            if call.name.startswith("get_") and not _lacks(case, ref, call.name):
+            if call.name.startswith("get_"):
                 case.interpreter(facts(case.classes)).method(target, call.name)
         except Raised as raised:
             yield _dies(case, raised, call)
@@ -69,12 +72,8 @@ def _lacks(case: Case, ref: ClassRef, name: str) -> bool:
     return not case.classes.find(ref, name) or isinstance(case.classes.find(ref, name), Undecided)
 
 
-def missing_methods(case: Case, ref: ClassRef, asked: list[Call]) -> Iterator[Problem]:
-    names = list(dict.fromkeys(call.name for call in asked))
-    absent = [name for name in names if _lacks(case, ref, name)]
-    if not absent:
-        return
-    wrapped = inside(case.interpreter(facts(case.classes)), ref, case.target_config(), names)
+def missing_methods(case: Case, ref: ClassRef, asked: list[Call], wrapped: Wrapped) -> Iterator[Problem]:
+    absent = [name for name in dict.fromkeys(call.name for call in asked) if _lacks(case, ref, name)]
     for name in absent:
         places = [call for call in asked if call.name == name]
         found = case.classes.find(ref, name)
@@ -100,12 +99,12 @@ def remedy(engine: str, wrapped: Wrapped, undecided: bool) -> str:
     return f"{wrapped.reason}: a newer {engine}, another engine, or speculation in Eyas itself"
 
 
-def inside(interpreter: Interpreter, ref: ClassRef, config: Record, names: list[str]) -> Wrapped:
+def inside(interpreter: Interpreter, target: Instance, names: list[str]) -> Wrapped:
     def has_all(model: Instance) -> bool | None:
         found = [interpreter.classes.find(model.ref, name) for name in names]
         return False if None in found else None if any(isinstance(f, Undecided) for f in found) else True
 
-    return look_inside(interpreter, Instance(ref, [], {"config": config}), has_all, whole=True)
+    return look_inside(interpreter, target, has_all, whole=True)
 
 
 # The drafter
