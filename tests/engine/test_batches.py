@@ -7,11 +7,24 @@ from functools import cache
 
 import pytest
 import zoo
-from engine.harness import BUSH, CHAIN, SHAPES, TREE, Answer, decode, engine_for, random_drafter, script, scripted
+from engine.harness import (
+    BUSH,
+    CHAIN,
+    SHAPES,
+    TREE,
+    Answer,
+    decode,
+    engine_for,
+    plant,
+    random_drafter,
+    script,
+    scripted,
+)
 from scripted import plans
 
-from eyas.core import DraftShape, Request, SamplingParams
+from eyas.core import DraftShape, EyasError, Request, SamplingParams
 from eyas.engine.engine import Engine
+from eyas.engine.runner import Runner
 
 NAMES = ("llama", "gpt2", "gemma3", "gpt-oss", "deepseek-v3", "kimi-k2.5", "qwen2.5-vl", "llama4", "gemma3-vl")
 names = pytest.mark.parametrize("name", NAMES)
@@ -137,3 +150,35 @@ def test_one_at_its_context_limit_beside_one_with_room(name):
             engine = engine_for(name, drafter, shape, slots=2, context_length=512)
             answers = drive(engine, {0: requests}, {})
             assert {id: a.tokens for id, a in answers.items()} == {id: a.tokens for id, a in expected.items()}
+
+
+BUGS = {
+    "rows of the first": (
+        Runner,
+        "verify",
+        "starts = tuple(s.length for s in sequences)",
+        "starts = (sequences[0].length,) * len(sequences)",
+    ),
+    "slots in order": (
+        Runner,
+        "verify",
+        "slots = tuple(s.slot for s in sequences)",
+        "slots = tuple(range(len(sequences)))",
+    ),
+    "logits of the first": (Engine, "step", "output.logits[row, nodes]", "output.logits[0, nodes]"),
+    "padding in the way": (
+        Runner,
+        "verify",
+        "ancestors[row, :size, :size]",
+        "ancestors[row] = True; ancestors[row, :size, :size]",
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_these_tests_see(bug, monkeypatch):
+    alone("llama")
+    plant(monkeypatch, *BUGS[bug])
+    with pytest.raises((AssertionError, ValueError, IndexError, EyasError)):
+        test_company_changes_nothing("llama", "random")
+        test_aborts_leave_the_others_alone("llama")

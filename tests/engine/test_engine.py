@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from engine.harness import (
     engine_for,
     plain_pass,
     plainly,
+    plant,
     random_drafter,
     run,
     scripted,
@@ -397,6 +399,22 @@ def test_nan_in_a_prompt(drafter):
     assert decode(engine, expected.request()).tokens == expected.tokens
 
 
+@pytest.mark.parametrize("drafter", ["none", "in turn"])
+def test_nan_in_a_prompt_beside_others(drafter):
+    """A slot that held NaN is taken by a short prompt beside a long one: its rows behind the prompt are masked only."""
+    expected, short = truth(NAME), truth(NAME, length=1, tokens=24)
+    broken = Broken()
+    broken.token_breaks(155)
+    scripts = {id: replace(one.script, states=None) for id, one in (("long", expected), ("short", short))}
+    engine = broken.engine(scripted(scripts, plans(5)["in turn"]) if drafter != "none" else None, CHAIN, slots=2)
+    bad = replace(expected.request("bad"), prompt_ids=[*expected.prompt, 155, *[7] * 60])
+    long = replace(expected.request("long"), output_ids=expected.tokens[:30])
+    answers = run(engine, long, bad, short.request("short"))
+    assert answers["bad"].error is not None
+    assert answers["long"].tokens == expected.tokens[30:]
+    assert answers["short"].tokens == short.tokens
+
+
 @shapes
 def test_nan_beside_others(shape):
     """The request that breaks is longer and shorter than its company: masked NaN still multiplies by 0."""
@@ -458,3 +476,39 @@ def test_an_abort_frees_the_slot(shape):
         rest = {"next": Answer()}
         collect(engine, rest)
         assert rest["next"].tokens == expected.tokens[:3]
+
+
+BUGS: dict[str, tuple[Any, str, str, str, Callable[[pytest.MonkeyPatch], None]]] = {
+    "tokens behind the end": (
+        Engine, "_emit", "if sequence.finish_reason is not None", "if False",
+        lambda patch: test_endings_inside_an_accepted_run(CHAIN),
+    ),
+    "what was dropped is counted": (
+        Engine, "_accept", "len(result.emitted)", "len(acceptance.tokens)",
+        lambda patch: test_statistics_against_a_recount(CHAIN, 9),
+    ),
+    "log-probabilities of the first nodes": (
+        Engine, "_emit", "logits[list(acceptance.path)]", "logits[: len(acceptance.path)]",
+        lambda patch: test_log_probabilities(TREE),
+    ),
+    "NaN stays in the slot": (
+        Engine, "_fail", "self.runner.clear(sequence.slot)", "pass",
+        lambda patch: test_nan_in_a_prompt_beside_others("none"),
+    ),
+    "a slot is lost": (
+        Engine, "_fail", 'sequence.finish_reason = "error"', "pass",
+        lambda patch: test_nan_ends_its_request_and_nothing_else("head", CHAIN),
+    ),
+    "the first token of a piece is forgotten": (
+        runner.Runner, "prefill", "self._feed(sequence, pending, chunk[:1])", "pass",
+        lambda patch: test_prompts_in_pieces("llama", 7, patch),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_these_tests_see(bug, monkeypatch):
+    *place, test = BUGS[bug]
+    plant(monkeypatch, *place)
+    with pytest.raises(AssertionError):
+        test(monkeypatch)

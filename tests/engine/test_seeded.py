@@ -16,6 +16,7 @@ from engine.harness import (
     decode,
     engine_for,
     plain_pass,
+    plant,
     random_drafter,
     script,
     scripted,
@@ -24,6 +25,8 @@ from engine.harness import (
 from scripted import plans
 
 from eyas.core import Request, SamplingParams
+from eyas.engine.engine import Engine
+from eyas.engine.sequence import Sequence
 from eyas.speculation.sampling import TokenHistory, choose, needs_history
 
 TOKENS = 40
@@ -102,10 +105,10 @@ def test_scripted_errors_change_nothing(case, setting):
 @cases
 def test_random_drafters_change_nothing(case, setting):
     request, expected, name = request_for(case, setting, max_tokens=24), plain(case, setting), INPUTS[case][0]
-    for kind, shape in (("standard", CHAIN), ("reduced vocabulary", TREE)):
-        answer = decode(engine_for(name, random_drafter(name, kind), shape), request)
-        assert answer.tokens == expected[:24]
-        assert answer.stats.steps > 0
+    kind, shape = (("standard", CHAIN), ("reduced vocabulary", TREE))[list(SETTINGS).index(setting) % 2]
+    answer = decode(engine_for(name, random_drafter(name, kind), shape), request)
+    assert answer.tokens == expected[:24]
+    assert answer.stats.steps > 0
 
 
 def test_noise_shared_with_the_drafter_makes_even_a_random_one_agree_at_times():
@@ -152,3 +155,21 @@ def test_tokens_of_logits_and_of_states_agree():
     for indices, history in ((range(1, len(tokens) + 1), stale), (range(len(tokens)), stale)):
         chosen = choose(logits, sampling, list(indices), history=history, stop_ids=sampling.stop_token_ids)
         assert not torch.equal(chosen, torch.tensor(tokens))
+
+
+BUGS = {
+    "noise of the root at every node": (Engine, "_choose", "sequence.output_index + depth", "sequence.output_index"),
+    "history of the root at every node": (Engine, "_choose", ".extended(path_tokens(draft))", ""),
+    "history that is not kept up": (Sequence, "append", "self.history.with_output([token])", "self.history"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_these_tests_see(bug, monkeypatch):
+    expected = plain("llama", "everything")  # from before
+    plant(monkeypatch, *BUGS[bug])
+    request = request_for("llama", "everything")
+    known = script("llama", request.prompt_ids, None, expected)
+    with pytest.raises(AssertionError):
+        answer = decode(engine_for("llama", scripted(known), TREE), request)
+        assert answer.tokens == expected
