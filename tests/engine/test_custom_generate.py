@@ -109,7 +109,7 @@ def test_return_dict():
 
 
 class Three(StoppingCriteria):
-    """Ends a row once it holds three tokens below 20 in a row's new part."""
+    """Ends a row once three of its new tokens are below 60."""
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         return (input_ids[:, 30:] < 60).sum(-1) >= 3

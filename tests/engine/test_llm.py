@@ -16,6 +16,7 @@ from scripted import plans
 import eyas
 from eyas.core import EyasError, NonFiniteLogitsError, RequestError, SamplingParams, UsageError
 from eyas.drafter import storage
+from eyas.drafter.model import untrained
 from eyas.engine.llm import DEFAULT_CONTEXT, LLM, eos_ids, fit_context
 from eyas.engine.lossless import Comparer
 
@@ -273,15 +274,9 @@ def test_paths_that_are_not_what_they_should_be(folders, tmp_path, target, draft
 
 
 def test_a_drafter_for_another_target(folders, tmp_path):
-    storage.save(eyas_untrained(hidden=64), tmp_path / "wide")
+    storage.save(untrained(64, 4, zoo.VOCAB), tmp_path / "wide")
     with pytest.raises(EyasError, match="64"):
         eyas.load(folders[0], drafter=tmp_path / "wide")
-
-
-def eyas_untrained(hidden: int):
-    from eyas.drafter.model import untrained
-
-    return untrained(hidden, 4, zoo.VOCAB)
 
 
 # Importing
