@@ -34,7 +34,7 @@ def test_every_request_has_its_own_seed():
 NAN, INF = math.nan, math.inf
 EDGES = {
     "temperature": ([0, 0.01, 5], [-0.1, NAN, INF]),
-    "top_k": ([0, 1, 10**6], [-1]),
+    "top_k": ([0, 1, 10**6], [-2]),
     "top_p": ([0.01, 1], [0, -0.1, 1.1, NAN]),
     "min_p": ([0, 1], [-0.1, 1.1, NAN]),
     "repetition_penalty": ([0.01, 1, 9], [0, -1, NAN, INF]),
@@ -108,3 +108,18 @@ def test_draft_shapes_without_steps_or_candidates(steps, topk):
 )
 def test_exit_codes(error, code):
     assert error("why").exit_code == code and isinstance(error("why"), EyasError)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"max_tokens": 2.5}, {"top_k": 2.5}, {"seed": "7"}, {"stop_token_ids": ("a",)}, {"logit_bias": {"3": 1.0}}],
+)
+def test_whole_numbers_must_be_whole(setting):
+    with pytest.raises(UsageError, match="whole numbers"):
+        SamplingParams(**setting)
+
+
+def test_none_means_the_default():
+    params = SamplingParams(seed=None, stop=None, stop_token_ids=None, logit_bias=None, top_k=-1)
+    assert isinstance(params.seed, int) and params.seed != SamplingParams(seed=None).seed
+    assert (params.stop, params.stop_token_ids, params.logit_bias, params.top_k) == ((), (), {}, 0)

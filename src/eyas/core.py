@@ -44,8 +44,9 @@ class NonFiniteLogitsError(EyasError):
 class SamplingParams:
     """How tokens are chosen and when to stop. Names and meanings are vLLM's.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. ``repetition_penalty`` counts prompt
-    and output; presence and frequency penalties count output only. The text depends on target, prompt and ``seed``.
+    ``temperature`` 0 is greedy. ``top_k`` 0 (or -1), ``top_p`` 1 and ``min_p`` 0 are off; ``seed`` None draws one.
+    ``repetition_penalty`` counts prompt and output, presence and frequency penalties output only. The text depends on
+    target, prompt and ``seed``.
     """
 
     temperature: float = 0.0
@@ -56,7 +57,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int = field(default_factory=lambda: secrets.randbits(63))
+    seed: int = None  # type: ignore[assignment]  # never None once made
     max_tokens: int = 256
     min_tokens: int = 0
     stop: tuple[str, ...] = ()  # one string will do too
@@ -65,10 +66,21 @@ class SamplingParams:
     logprobs: int | None = None  # None: none; n: the emitted token's and the n most likely ones'
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
+        settled = {
+            "seed": secrets.randbits(63) if self.seed is None else self.seed,
+            "top_k": 0 if self.top_k == -1 else self.top_k,
+            "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            "stop_token_ids": tuple(self.stop_token_ids or ()),
+            "logit_bias": dict(self.logit_bias or {}),
+        }
+        for name, value in settled.items():
+            object.__setattr__(self, name, value)
+        whole = [getattr(self, name) for name in ("top_k", "seed", "max_tokens", "min_tokens")]
+        if not all(isinstance(n, int) for n in (*whole, *self.stop_token_ids, *self.logit_bias, self.logprobs or 0)):
+            raise UsageError("top_k, seed, max_tokens, min_tokens, logprobs and token ids must be whole numbers")
         checks = [
             (0 <= self.temperature < math.inf, f"temperature must be >= 0, got {self.temperature}"),
-            (self.top_k >= 0, f"top_k must be >= 0 (0 is off), got {self.top_k}"),
+            (self.top_k >= 0, f"top_k must be >= 0 (0 or -1 is off), got {self.top_k}"),
             (0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}"),
             (0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}"),
             (0 < self.repetition_penalty < math.inf, f"repetition_penalty must be > 0, got {self.repetition_penalty}"),

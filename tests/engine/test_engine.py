@@ -12,6 +12,7 @@ import torch
 import zoo
 from engine.harness import (
     CHAIN,
+    CONTEXT,
     LAYERS,
     SHAPES,
     TREE,
@@ -30,7 +31,7 @@ from engine.harness import (
 )
 from scripted import ScriptedDrafter, plans
 
-from eyas.core import Draft, DraftShape, NonFiniteLogitsError, Request, RequestError, SamplingParams
+from eyas.core import Draft, DraftShape, NonFiniteLogitsError, Request, RequestError, SamplingParams, UsageError
 from eyas.engine import runner
 from eyas.engine.engine import Engine, limited
 from eyas.engine.stats import AcceptanceStats
@@ -512,3 +513,47 @@ def test_these_tests_see(bug, monkeypatch):
     plant(monkeypatch, *place)
     with pytest.raises(AssertionError):
         test(monkeypatch)
+
+
+def test_engines_may_share_a_target():
+    """Each asks for its own drafter's layers, and a plain one for none, whoever came last."""
+    text = truth("llama")
+    target = HFTarget(zoo.case("llama").model)
+    first = Engine(target, ScriptedDrafter({"r": text.script}), shape=CHAIN, context_length=CONTEXT)
+    other = Engine(target, ScriptedDrafter({}, layer_ids=(1, 3)), shape=CHAIN, context_length=CONTEXT)
+    plain = Engine(target, context_length=CONTEXT)
+    assert [tokens(engine, text.request()) for engine in (first, plain)] == [text.tokens] * 2
+    assert other.idle
+
+
+def test_plain_decoding_captures_nothing(monkeypatch):
+    text = truth("llama")
+    target = HFTarget(zoo.case("llama").model)
+    engine = Engine(target, ScriptedDrafter({"r": text.script}), shape=CHAIN, context_length=CONTEXT)
+    seen = []
+    monkeypatch.setattr(target, "set_eagle3_layers_to_capture", seen.append)
+    assert tokens(engine, replace(text.request(), speculate=False)) == text.tokens
+    assert set(seen) == {None}
+
+
+def test_a_request_that_cannot_even_start_takes_no_slot(monkeypatch):
+    text = truth("llama")
+    engine = Engine(HFTarget(zoo.case("llama").model), context_length=CONTEXT)
+    with monkeypatch.context() as patch, pytest.raises(TypeError):
+        patch.setattr(engine, "stop_ids", lambda sampling: (*None,))
+        tokens(engine, text.request())
+    assert tokens(engine, text.request()) == text.tokens
+
+
+def test_the_context_is_never_longer_than_the_targets():
+    target = HFTarget(zoo.case("llama").model)
+    with pytest.raises(UsageError, match="ends at 512"):
+        Engine(target, context_length=513)
+
+
+def tokens(engine: Engine, request: Request) -> list[int]:
+    engine.add(request)
+    found = []
+    while not engine.idle:
+        found += [token.token_id for output in engine.step() for token in output.emitted]
+    return found

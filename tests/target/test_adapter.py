@@ -457,3 +457,44 @@ def test_a_model_that_ignores_its_window_is_refused(monkeypatch):
     for name in ("mistral", "gemma3", "llama4"):
         with pytest.raises(TargetError, match="does not decode a tree as it reads a line"):
             HFTarget(zoo.case(name).model)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_rope_that_depends_on_length_ends_the_context(kind):
+    """Beyond that length a draft would turn what is before it: no speculation can equal plain decoding there."""
+    factors = [1.0] * 4
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 40}
+    if kind == "longrope":
+        rope |= {"short_factor": factors, "long_factor": [4.0] * 4}
+    changes = {"rope_parameters": rope, "max_position_embeddings": 160}
+    model = zoo._text("LlamaForCausalLM", "LlamaConfig", **changes)
+    assert HFTarget(model).context_length == 40
+
+
+@pytest.mark.parametrize("name", [case.name for case in zoo.CASES if case.image])
+def test_images_as_a_processor_gives_them_reach_a_target_of_lower_precision(name):
+    case = zoo.case(name)
+    target = HFTarget(case.build().to(torch.bfloat16))
+    ids, images = case.image_prompt()
+    assert images["pixel_values"].dtype == torch.float32
+    block = Block(torch.tensor([ids]), (0,), (0,), (0,))
+    output = target.forward(block, target.new_cache(1, 64), images=images)
+    assert output.logits.isfinite().all()
+    assert output.embeds is not None
+    marked = target.image_positions(block.tokens, output.embeds)[0]
+    own = target.model.get_input_embeddings()(block.tokens)[0]
+    assert torch.equal(marked, (own != output.embeds[0]).any(-1))
+
+
+def test_words_are_no_images_where_the_model_scales_its_embeddings():
+    target = HFTarget(zoo._text("GraniteForCausalLM", "GraniteConfig", embedding_multiplier=12.0, head_dim=zoo.DROP))
+    target.model.config.image_token_id = zoo.IMAGE
+    tokens = torch.tensor([[3, 4, zoo.IMAGE, 5]])
+    scaled = 12.0 * target.model.get_input_embeddings()(tokens)
+    assert target.image_positions(tokens, scaled).tolist() == [[False, False, True, False]]
+
+
+def test_dropout_is_named_as_what_makes_a_model_differ():
+    model = zoo._text("LlamaForCausalLM", "LlamaConfig", attention_dropout=0.5).train()
+    with pytest.raises(TargetError, match="training mode"):
+        HFTarget(model)

@@ -98,12 +98,20 @@ class LoadingFlags:
     attn_implementation: Annotated[
         str | None, _loading(help="sdpa, eager, ... as transformers calls them.", show_default="the model's own")
     ] = None
+    drafter_layer_ids: Annotated[
+        str | None,
+        _loading(
+            help="Entry ids such as 2,15,27 to feed the drafter instead of its checkpoint's, where these are wrong.",
+            show_default="the checkpoint's",
+        ),
+    ] = None
 
     def load(self, target: str, drafter: str | None, shape: DraftShape | None, *, debug: bool) -> LLM:
         from eyas.cli.console import progress, quiet_libraries
         from eyas.drafter.inspect import check_drafter
         from eyas.target.smollm2 import smollm2_folder
 
+        layer_ids = numbers(self.drafter_layer_ids) if self.drafter_layer_ids is not None else None
         if drafter not in (None, "untrained"):
             check_drafter(drafter)  # before torch, which takes seconds to import
         with progress(f"loading {target}") as report:
@@ -115,7 +123,14 @@ class LoadingFlags:
             from eyas.engine.llm import load
 
             given = {field.name: getattr(self, field.name) for field in fields(self)}
-            return load(target, drafter, shape=shape, **given)
+            return load(target, drafter, shape=shape, **given | {"drafter_layer_ids": layer_ids})
+
+
+def numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--drafter-layer-ids takes numbers with commas between them, got {text!r}.") from None
 
 
 def spread(verb: Callable[..., None]) -> Callable[..., None]:

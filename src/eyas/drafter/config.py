@@ -60,6 +60,7 @@ class Eagle3Config:
                 c.num_attention_heads % c.num_key_value_heads == 0,
                 f"{c.num_attention_heads} attention heads do not divide into {c.num_key_value_heads} key-value groups",
             ),
+            (0 < c.rms_norm_eps < 1, "rms_norm_eps is not a small positive number"),
             (c.head_dim % 2 == 0, f"head_dim {c.head_dim} is odd, so it cannot be rotated"),
             (c.draft_vocab_size <= c.vocab_size, f"draft_vocab_size exceeds vocab_size {c.vocab_size}"),
             (len(set(ids or ())) == len(ids or ()), f"auxiliary layers repeat: entry ids {list(ids or ())}"),

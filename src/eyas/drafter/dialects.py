@@ -7,6 +7,7 @@ transformers_utils/configs/speculators/algos.py; speculators 0.9 models/eagle3.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -166,7 +167,7 @@ def _config(raw: Mapping[str, Any], text: Mapping[str, Any], dialect: str, ids: 
             "num_aux_hidden_states", len(ids.written) or 3
         ),
         aux_layer_ids=ids.entry,
-        rms_norm_eps=eps if isinstance(eps, int | float) else 1e-6,
+        rms_norm_eps=eps if isinstance(eps, int | float) else math.nan,  # refused by the checks on the config
         hidden_act=str(text.get("hidden_act", "silu")),
         rope=_rope(text, max_positions),
         max_position_embeddings=max_positions,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from eyas.core import Acceptance, Draft, DraftShape, EyasError, Request, RequestError, SamplingParams
+from eyas.core import Acceptance, Draft, DraftShape, EyasError, Request, RequestError, SamplingParams, UsageError
 from eyas.drafter.contract import Drafter
 from eyas.engine.runner import Runner
 from eyas.engine.scheduler import Scheduler
@@ -17,7 +17,7 @@ from eyas.engine.text import TextStream
 from eyas.speculation.sampling import TokenHistory, choose, logprobs, needs_history
 from eyas.speculation.tree import chain, path_tokens
 from eyas.speculation.verify import accept
-from eyas.target.adapter import HFTarget
+from eyas.target.contract import Eagle3Target
 
 
 class Engine:
@@ -25,7 +25,7 @@ class Engine:
 
     def __init__(
         self,
-        target: HFTarget,
+        target: Eagle3Target,
         drafter: Drafter | None = None,
         *,
         shape: DraftShape | None = None,
@@ -34,6 +34,8 @@ class Engine:
         eos_ids: Many[int] = (),
         slots: int = 1,
     ):
+        if target.context_length is not None and context_length > target.context_length:
+            raise UsageError(f"This target's context ends at {target.context_length} tokens, got {context_length}.")
         self.target, self.drafter = target, drafter
         self.shape = shape or DraftShape()
         self.context_length = context_length
@@ -67,6 +69,7 @@ class Engine:
         if batch.prefill:
             return [self._prefill(request) for request in batch.prefill]
         if not batch.decode:
+            assert self.idle, "requests wait, but no slot is free and nothing runs"
             return []
         drafts = self._propose(batch.decode)
         output = self.runner.verify(batch.decode, drafts)
@@ -122,18 +125,20 @@ class Engine:
         try:
             acceptance = accept(draft, self._choose(sequence, draft, logits))
         except EyasError as error:
-            return self._fail(sequence, error) if len(draft.parents) == 1 else self._again(sequence)
+            return self._fail(sequence, error) if len(draft.parents) == 1 else self._again(sequence, draft)
         result = self._emit(sequence, acceptance, logits)
         sequence.stats.record(draft, acceptance, len(result.emitted))
         self.runner.keep(sequence, acceptance, states)
         return result
 
-    def _again(self, sequence: Sequence) -> Output:
+    def _again(self, sequence: Sequence, broken: Draft) -> Output:
         """This step without a draft: what broke it may be a token that plain decoding does not meet, or not yet."""
         self.runner.drop_draft(sequence)
         root = chain([sequence.last_token], device=self.target.device)
         output = self.runner.verify([sequence], [root])
-        return self._accept(sequence, root, output.logits[0], None if output.states is None else output.states[0])
+        result = self._accept(sequence, root, output.logits[0], None if output.states is None else output.states[0])
+        sequence.stats.record(broken, Acceptance((0,), ()), len(result.emitted))  # verified, and nothing was accepted
+        return result
 
     def _choose(self, sequence: Sequence, draft: Draft, logits: torch.Tensor) -> torch.Tensor:
         """The target's token [N] after each node of the draft."""
@@ -176,11 +181,12 @@ class Engine:
         if text is not None:
             for count, token in enumerate(request.output_ids, start=1):
                 text.push(token, may_stop=count >= sampling.min_tokens)
+        stop_ids = self.stop_ids(sampling)
         return Sequence(
             request,
-            slot=self.scheduler.take_slot(),
+            slot=self.scheduler.take_slot(),  # last: whatever fails before leaves the slot free
             limit=self.context_length,
-            stop_ids=self.stop_ids(sampling),
+            stop_ids=stop_ids,
             text=text,
             history=history,
             output_ids=list(request.output_ids),
@@ -193,6 +199,5 @@ def limited(shape: DraftShape, steps: int) -> DraftShape | None:
         return shape
     if steps < 1:
         return None
-    k = shape.eagle_topk
-    most = 1 + k + (steps - 1) * k * k
-    return DraftShape(steps, k, min(shape.num_draft_tokens, most))
+    most = DraftShape.most_tokens(steps, shape.eagle_topk)
+    return DraftShape(steps, shape.eagle_topk, min(shape.num_draft_tokens, most))

@@ -195,11 +195,13 @@ def load(
     context_length: int | None = None,
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
+    drafter_layer_ids: Sequence[int] | None = None,
 ) -> LLM:
     """Loads a target, and a drafter for it, from a folder, a hub id, a GGUF file or the name ``smollm2``.
 
     ``drafter`` is a checkpoint in any of the three dialects, or ``untrained``: a random one of the usual shape, which
-    shows that decoding is lossless and never that it is fast. Without one, decoding is plain.
+    shows that decoding is lossless and never that it is fast. Without one, decoding is plain. ``drafter_layer_ids``
+    are entry ids to listen to instead of the checkpoint's, where these follow the other convention.
     Raises TargetError or CheckpointError, each saying what was found and what to do.
     """
     from eyas.drafter.inspect import check_drafter
@@ -220,14 +222,14 @@ def load(
         loaded.tokenizer,
         processor=loaded.processor,
         why_no_processor=loaded.why_no_processor,
-        drafter=load_drafter_for(adapter, drafter) if drafter is not None else None,
+        drafter=load_drafter_for(adapter, drafter, drafter_layer_ids) if drafter is not None else None,
         shape=shape,
         context_length=context_length,
         name=loaded.name,
     )
 
 
-def load_drafter_for(target: HFTarget, drafter: str | Path) -> Drafter:
+def load_drafter_for(target: HFTarget, drafter: str | Path, layer_ids: Sequence[int] | None = None) -> Drafter:
     """The drafter at a path, checked against ``target``; or, by the name ``untrained``, a random one for it."""
     from eyas.drafter.eagle3 import Eagle3Drafter
     from eyas.drafter.model import untrained
@@ -241,6 +243,7 @@ def load_drafter_for(target: HFTarget, drafter: str | Path) -> Drafter:
         target_hidden_size=target.hidden_size,
         target_vocab_size=target.vocab_size,
         num_target_layers=target.num_layers,
+        aux_layer_ids=tuple(layer_ids) if layer_ids else None,
         **place,
     )
     return Eagle3Drafter(model)

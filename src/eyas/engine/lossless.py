@@ -17,6 +17,8 @@ import torch
 from eyas.core import Request, SamplingParams
 from eyas.engine.llm import LLM, Completion, Prompt
 from eyas.speculation.sampling import TokenHistory, needs_history, perturbed, process_logits
+from eyas.target.adapter import HFTarget
+from eyas.target.contract import Block
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,7 @@ class Comparer:
 
     def _judge(self, request: Request, ours: list[int], theirs: list[int], index: int) -> Divergence:
         a, b = (tokens[index] if index < len(tokens) else -1 for tokens in (ours, theirs))
-        prefix = torch.tensor([[*request.prompt_ids, *ours[:index]]], device=self.llm.target.device)
-        low, exact = (last_logits(model, prefix, request.images) for model in (self.llm.target.model, self._fp32))
+        low, exact = (next_logits(target, request, ours[:index]) for target in (self.llm.target, self._fp32))
         sampling = request.sampling
         stretch = max(sampling.repetition_penalty, 1 / sampling.repetition_penalty) / (sampling.temperature or 1.0)
         error = float((low - exact).abs().max()) * stretch
@@ -105,8 +106,8 @@ class Comparer:
         return Divergence(index, (a, b), gap, error, explained(weights, scores, (a, b), sampling, error))
 
     @cached_property
-    def _fp32(self) -> Any:
-        return copy.deepcopy(self.llm.target.model).float()
+    def _fp32(self) -> HFTarget:
+        return HFTarget(copy.deepcopy(self.llm.target.model).float())
 
 
 def explained(
@@ -157,14 +158,16 @@ def borders(weights: torch.Tensor, sampling: SamplingParams, error: float) -> tu
 
 
 @torch.no_grad()
-def last_logits(model: Any, prefix: torch.Tensor, images: Any) -> torch.Tensor:
-    """A plain forward pass over ``prefix`` [1, T], without cache or adapter: float32 logits [1, V] behind it."""
-    pixels = {}
-    for name, value in (images or {}).items():
-        if name.endswith("token_type_ids"):  # one entry a token: text behind the prompt
-            value = torch.nn.functional.pad(value, (0, prefix.shape[1] - value.shape[1]))
-        pixels[name] = value.to(model.dtype) if value.is_floating_point() else value
-    return model(input_ids=prefix, use_cache=False, **pixels).logits[:, -1].float()
+def next_logits(target: HFTarget, request: Request, output_ids: list[int]) -> torch.Tensor:
+    """float32 logits [1, V] after the request's prompt and ``output_ids``: read plainly, without any draft."""
+    cache = target.new_cache(1, len(request.prompt_ids) + len(output_ids))
+    blocks = [torch.tensor([ids], device=target.device) for ids in (list(request.prompt_ids), output_ids) if ids]
+    start = delta = 0
+    for tokens in blocks:
+        images = None if start else request.images
+        output = target.forward(Block(tokens, (0,), (start,), (delta,)), cache, last_only=True, images=images)
+        start, delta = start + tokens.shape[1], delta + output.rope_delta
+    return output.logits[:, -1].float()
 
 
 def first_difference(a: list[int], b: list[int]) -> int | None:

@@ -13,8 +13,7 @@ from eyas.core import Acceptance, Draft, RequestError
 from eyas.drafter.contract import Drafter, TrueStates
 from eyas.engine.sequence import Sequence
 from eyas.speculation.tree import ancestor_mask
-from eyas.target.adapter import HFTarget
-from eyas.target.contract import Block, TargetOutput
+from eyas.target.contract import Block, Eagle3Target, TargetOutput
 
 PREFILL_CHUNK = 512  # bounds a chunk's mask and logits; an image is never split
 
@@ -29,9 +28,8 @@ class Pending:
 
 
 class Runner:
-    def __init__(self, target: HFTarget, drafter: Drafter | None, slots: int, rows: int):
+    def __init__(self, target: Eagle3Target, drafter: Drafter | None, slots: int, rows: int):
         self.target, self.drafter = target, drafter
-        target.set_eagle3_layers_to_capture(drafter.layer_ids if drafter else None)
         self.cache = target.new_cache(slots, rows)
         if drafter:
             drafter.start(target, slots, rows)
@@ -47,7 +45,7 @@ class Runner:
             if pending:
                 self._feed(sequence, pending, chunk[:1])
             block = Block(chunk[None], (sequence.slot,), (start,), (sequence.rope_delta,))
-            pending = Pending(start, chunk, self._read(block, images))
+            pending = Pending(start, chunk, self._read(sequence, block, images))
             sequence.rope_delta += pending.output.rope_delta
             start = sequence.length = start + len(chunk)
             images, size = None, PREFILL_CHUNK  # what was answered before holds no image
@@ -72,7 +70,7 @@ class Runner:
             rows = [torch.cat([d.tokens, d.tokens[:1].expand(count - len(d.tokens))]) for d in drafts]
             tokens = torch.stack(rows)
         if all(max(draft.depths) == count - 1 for draft in drafts):  # chains of one length: causal
-            return self.target.forward(Block(tokens, slots, starts, deltas), self.cache)
+            return self._forward(sequences, Block(tokens, slots, starts, deltas))
         depths = torch.zeros(len(drafts), count, dtype=torch.long)  # padding stays at a place that surely exists
         ancestors = torch.eye(count, dtype=torch.bool).repeat(len(drafts), 1, 1)
         for row, (draft, size) in enumerate(zip(drafts, sizes, strict=True)):
@@ -80,7 +78,7 @@ class Runner:
             ancestors[row, :size, :size] = ancestor_mask(draft.parents)
         device = tokens.device
         block = Block(tokens, slots, starts, deltas, depths.to(device), ancestors.to(device))
-        return self.target.forward(block, self.cache)
+        return self._forward(sequences, block)
 
     def keep(self, sequence: Sequence, acceptance: Acceptance, states: torch.Tensor | None) -> None:
         """Keeps the accepted path in the target's cache and redoes its tokens in the drafter with their true states.
@@ -110,11 +108,17 @@ class Runner:
         if self.drafter:
             self.drafter.clear(slot)
 
-    def _read(self, block: Block, images: Mapping[str, Any] | None) -> TargetOutput:
+    def _forward(self, sequences: Many[Sequence], block: Block, **how: Any) -> TargetOutput:
+        """States are captured for sequences that the drafter follows: plain decoding does not pay for them."""
+        follows = self.drafter is not None and any(self.drafts_for(s) for s in sequences)
+        self.target.set_eagle3_layers_to_capture(self.drafter.layer_ids if self.drafter and follows else None)
+        return self.target.forward(block, self.cache, **how)
+
+    def _read(self, sequence: Sequence, block: Block, images: Mapping[str, Any] | None) -> TargetOutput:
         try:
-            return self.target.forward(block, self.cache, last_only=True, images=images)
+            return self._forward([sequence], block, last_only=True, images=images)
         except (ValueError, RuntimeError, IndexError, TypeError) as error:
-            if not images:
+            if not images or isinstance(error, torch.OutOfMemoryError):
                 raise
             what = f"{type(error).__name__}: {error}"
             raise RequestError(f"The target cannot read this prompt with these images ({what}).") from error

@@ -80,7 +80,7 @@ class Sequence:
             stopped = enough and self.text.stopped
         if stopped:
             self.finish_reason = "stop"
-        elif self.room == 0:
+        elif self.room <= 0:
             self.finish_reason = "length"
         return text
 

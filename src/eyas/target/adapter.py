@@ -18,6 +18,13 @@ from eyas.target.masks import MaskKinds
 
 LAYER_LISTS = ("layers", "h", "blocks", "block")
 RECURRENT_LAYERS = ("linear_attention", "mamba", "conv", "hybrid")
+IMAGE_TOKENS = (
+    "image_token_id",
+    "image_token_index",
+    "video_token_id",
+    "video_token_index",
+    "media_placeholder_token_id",
+)
 INNER_MODELS = ("language_model", "text_model", "model", "transformer", "decoder", "thinker", "llm", "gpt_neox")
 
 
@@ -39,7 +46,7 @@ class HFTarget:
         self.config = model.config.get_text_config(decoder=True)
         self.num_layers = len(self.layers)
         self.vocab_size, self.hidden_size = self._head.weight.shape
-        self.context_length: int | None = getattr(self.config, "max_position_embeddings", None)
+        self.context_length = context_length(self.config)
         self.device = self._embed.weight.device
         self.dtype = self._embed.weight.dtype
         self._masks = MaskKinds.from_config(self.config)
@@ -95,7 +102,7 @@ class HFTarget:
         depths = torch.arange(count, device=starts.device) if block.depths is None else block.depths
         places = starts + depths
         inputs: dict[str, Any] = {"input_ids": block.tokens, self._cache_name: cache, "use_cache": True}
-        inputs |= images or {}
+        inputs |= self._placed(images or {})
         if not images:  # with images, the model works out its own (multi-axis) positions, or they come with these
             inputs["position_ids"] = places + torch.tensor(block.rope_deltas, device=starts.device)[:, None]
         if not fresh:  # at the start of a slot the model builds its own masks, image blocks included
@@ -120,11 +127,23 @@ class HFTarget:
         )
 
     def image_positions(self, tokens: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
-        """Bool [B, T]: where ``embeds`` (what entered layer 0) is not the token's own embedding but an image's."""
+        """Bool [B, T]: where ``embeds`` (what entered layer 0) stands for a piece of an image.
+
+        By the placeholder ids the config names; where it names none, by not being the token's own embedding.
+        """
+        ids = [getattr(self.model.config, name, None) for name in IMAGE_TOKENS]
+        if known := [i for i in ids if isinstance(i, int)]:
+            return torch.isin(tokens, torch.tensor(known, device=tokens.device))
         own = self._embed(tokens.clamp(max=self._embed.weight.shape[0] - 1))
         return (own != embeds).any(-1)
 
     # How it is done
+
+    def _placed(self, images: Mapping[str, Any]) -> dict[str, Any]:
+        """A processor's tensors (float32, on the CPU) as the model takes them."""
+        tensors = {k: v.to(self.device) if isinstance(v, torch.Tensor) else v for k, v in images.items()}
+        pixels = {k: v.to(self.dtype) for k, v in tensors.items() if k.startswith("pixel_values")}
+        return tensors | pixels
 
     @contextmanager
     def _capture(self, layer_ids: Collection[int]) -> Iterator[dict[int, torch.Tensor]]:
@@ -178,7 +197,8 @@ class HFTarget:
         if not off <= allowed:
             raise TargetError(
                 f"{name} does not decode a tree as it reads a line (its logits differ by {off:.2g} of their spread, "
-                f"{allowed} is allowed): it ignores the mask or the positions it is given, or uses them differently."
+                f"{allowed} is allowed): it ignores the mask or the positions it is given, or uses them differently"
+                + (" (or it drops out: it is in training mode, call its eval())." if self.model.training else ".")
             )
 
     @contextmanager
@@ -233,6 +253,23 @@ class HFTarget:
             for name, size in sizes.items():
                 setattr(self.config, name, size)
             self._masks = masks
+
+
+def context_length(config: Any) -> int | None:
+    """How many tokens a sequence may have, by the text config.
+
+    longrope and dynamic RoPE choose their frequencies by the longest position of a pass, so beyond the length they were
+    trained for a draft would change what is before it: there, plain and speculative decoding cannot agree.
+    """
+    length: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]
+    for kind in kinds:
+        if kind.get("rope_type", kind.get("type")) in ("longrope", "dynamic") and length is not None:
+            original = kind.get("original_max_position_embeddings")
+            original = original or getattr(config, "original_max_position_embeddings", None)
+            length = min(length, original or length)
+    return length
 
 
 def nested(start: Any) -> Iterator[tuple[str, Any]]:

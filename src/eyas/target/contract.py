@@ -43,6 +43,8 @@ class Eagle3Target(Protocol):
     hidden_size: int
     num_layers: int
     context_length: int | None
+    device: torch.device
+    dtype: torch.dtype
 
     def set_eagle3_layers_to_capture(self, layer_ids: Sequence[int] | None) -> None: ...
 
@@ -55,3 +57,5 @@ class Eagle3Target(Protocol):
     def forward(
         self, block: Block, cache: SlotCache, *, last_only: bool = False, images: Mapping[str, Any] | None = None
     ) -> TargetOutput: ...
+
+    def image_positions(self, tokens: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor: ...

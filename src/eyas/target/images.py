@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import TemplateError
+
 from eyas.core import RequestError
 
 if TYPE_CHECKING:
@@ -45,8 +47,23 @@ def open_image(file: str | Path) -> Image:
 
 
 def has_images(messages: Sequence[Mapping[str, Any]]) -> bool:
-    parts = [part for m in messages if isinstance(m.get("content"), list) for part in m["content"]]
-    return any(part.get("type") in ("image", "image_url", "video") for part in parts)
+    """Whether a message holds an image. RequestError for any content but text and opened images.
+
+    A path or address inside a message would be opened, or fetched, by transformers' processor: nobody asked for that.
+    """
+    found = False
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind == "image" and hasattr(part.get("image"), "convert"):
+                found = True
+            elif kind != "text":
+                raise RequestError(
+                    "A part of a message is {'type': 'text', 'text': ...} or {'type': 'image', 'image': an opened "
+                    f"image (eyas.target.images.open_image)}}; found {str(part)[:80]}."
+                )
+    return found
 
 
 def encode_chat(
@@ -55,22 +72,22 @@ def encode_chat(
     """Renders ``messages`` with the target's own chat template, ready for the assistant's turn.
 
     Returns the prompt's token ids and, where the messages hold images, the processor's tensors for them.
-    Raises RequestError when there is no chat template, or images without a processor for them.
+    Raises RequestError when there is no chat template or it refuses the messages, or images without a processor.
     """
-    if has_images(messages):
-        if processor is None:
-            raise RequestError(
-                "The messages hold an image, but this target has no image processor: "
-                + (why_no_processor or "it is a text model, or was given none.")
-            )
-        encoded = processor.apply_chat_template(
-            list(messages), tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    images = has_images(messages)
+    if images and processor is None:
+        raise RequestError(
+            "The messages hold an image, but this target has no image processor: "
+            + (why_no_processor or "it is a text model, or was given none.")
         )
-        return encoded["input_ids"][0].tolist(), image_inputs(encoded)
-    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+    if not images and not getattr(tokenizer, "chat_template", None):
         raise RequestError("This target's tokenizer has no chat template: give the prompt as text instead of messages.")
-    encoded = tokenizer.apply_chat_template(list(messages), tokenize=True, add_generation_prompt=True, return_dict=True)
-    return list(encoded["input_ids"]), None
+    how: dict[str, Any] = {"tokenize": True, "add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+    try:
+        encoded = (processor if images else tokenizer).apply_chat_template(list(messages), **how)
+    except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
+        raise RequestError(f"The target's chat template cannot take these messages: {error}") from error
+    return encoded["input_ids"][0].tolist(), image_inputs(encoded) if images else None
 
 
 def image_inputs(inputs: Mapping[str, Any]) -> dict[str, Any] | None:
