@@ -551,6 +551,19 @@ def test_the_context_is_never_longer_than_the_targets():
         Engine(target, context_length=513)
 
 
+def test_ids_of_requests_must_differ():
+    text = truth("llama")
+    engine = Engine(HFTarget(zoo.case("llama").model), context_length=CONTEXT)
+    engine.add(text.request("a"))
+    with pytest.raises(RequestError, match="'a'"):
+        engine.add(text.request("a"))
+    engine.step()
+    with pytest.raises(RequestError, match="'a'"):
+        engine.add(text.request("a"))
+    engine.abort("a")
+    engine.add(text.request("a"))
+
+
 def tokens(engine: Engine, request: Request) -> list[int]:
     engine.add(request)
     found = []

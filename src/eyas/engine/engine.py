@@ -58,6 +58,8 @@ class Engine:
             )
         if not all(0 <= token < self.target.vocab_size for token in (*request.prompt_ids, *request.output_ids)):
             raise RequestError(f"The prompt has token ids outside the target's 0 to {self.target.vocab_size - 1}.")
+        if self.scheduler.knows(request.id):
+            raise RequestError(f"A request with the id {request.id!r} is still being answered: ids must differ.")
         if request.sampling.stop and self.tokenizer is None:
             raise RequestError("Stop strings need a tokenizer, and this engine has none: use stop_token_ids.")
         self.scheduler.add(request)

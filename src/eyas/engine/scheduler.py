@@ -43,6 +43,9 @@ class Scheduler:
         self.running.remove(sequence)
         self.free.append(sequence.slot)
 
+    def knows(self, request_id: str) -> bool:
+        return any(r.id == request_id for r in (*self.waiting, *(s.request for s in self.running)))
+
     def drop_waiting(self, request_id: str) -> None:
         self.waiting = deque(r for r in self.waiting if r.id != request_id)
 
