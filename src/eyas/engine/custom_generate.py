@@ -2,91 +2,96 @@
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
-from transformers.generation import (
-    GenerateDecoderOnlyOutput,
-    LogitsProcessorList,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    StoppingCriteriaList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, StoppingCriteriaList
+from transformers.generation import logits_process as hf
 
 from eyas.core import DraftShape, Request, SamplingParams, UsageError
 from eyas.drafter.contract import Drafter
 from eyas.engine.engine import Engine
 from eyas.engine.llm import load_drafter_for
-from eyas.target.adapter import HFTarget
+from eyas.target.adapter import HFTarget, find_embed
 from eyas.target.images import TEXT_KEYS, image_inputs
 
-# What generate() makes of settings that SamplingParams has too. Anything else would be ignored, so it is refused.
-HONOURED = (
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
+# What SamplingParams can say too, and when it comes there: within a stage the order makes no difference.
+STAGES: dict[type, int] = {
+    hf.MinLengthLogitsProcessor: 0,
+    hf.MinNewTokensLengthLogitsProcessor: 0,
+    hf.RepetitionPenaltyLogitsProcessor: 0,
+    hf.TemperatureLogitsWarper: 1,
+    hf.TopKLogitsWarper: 2,
+    hf.MinPLogitsWarper: 2,
+    hf.TopPLogitsWarper: 3,
+}
+
+# Settings that act neither as a logits processor nor as a stopping criterion and ask for another text or result.
+REFUSED = (
+    *("num_beams", "num_beam_groups", "constraints", "force_words_ids", "penalty_alpha", "dola_layers"),
+    *("is_assistant", "assistant_ensemble_weight"),
+    *("output_scores", "output_logits", "output_attentions", "output_hidden_states"),
 )
 
 
-def custom_generate(drafter: Drafter | str | Path, shape: DraftShape | None = None) -> CustomGenerate:
+def custom_generate(
+    drafter: Drafter | str | Path, shape: DraftShape | None = None, *, streamer: Any = None
+) -> CustomGenerate:
     """What to hand to ``model.generate(..., custom_generate=)``: the same tokens as without it, sooner.
 
-    Greedy output is token for token that of ``generate``. Sampling draws from the same distribution (min_p goes before
-    top_k and top_p, as in vLLM), with noise seeded from torch's generator, so ``torch.manual_seed`` repeats it.
-    Stopping criteria, streamers, padded batches and images work; beams, scores and logits processors that have no
-    counterpart in SamplingParams are refused with UsageError.
+    In float32, greedy output is token for token that of ``generate``; in lower precision a near-tie may go to the other
+    token. Sampling draws from the same distribution, with noise seeded from torch's generator, so ``torch.manual_seed``
+    repeats it. Stopping criteria, padded batches and images work. What would be ignored raises UsageError: beams,
+    scores, other ways of decoding, logits processors (your own too) that SamplingParams cannot express.
+
+    A ``streamer`` goes here, or is set on the result before a call: transformers keeps ``generate(streamer=)`` to
+    itself, and such a one hears the prompt and nothing else.
     """
-    return CustomGenerate(drafter, shape)
+    return CustomGenerate(drafter, shape, streamer)
 
 
 class CustomGenerate:
-    def __init__(self, drafter: Drafter | str | Path, shape: DraftShape | None):
-        self._drafter, self._shape = drafter, shape
+    def __init__(self, drafter: Drafter | str | Path, shape: DraftShape | None, streamer: Any):
+        self._drafter, self._shape, self.streamer = drafter, shape, streamer
+        self._loaded: tuple[HFTarget, Drafter, Any] | None = None
         self._engine: Engine | None = None
 
     def __call__(
         self,
         model: Any,
         input_ids: torch.Tensor,
-        logits_processor: LogitsProcessorList,
+        logits_processor: hf.LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: Any,
-        synced_gpus: bool = False,
-        streamer: Any = None,
         **model_kwargs: Any,
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
-        refuse(generation_config, logits_processor)
-        streamer = streamer or streamer_of(sys._getframe(1))
-        images = encoded_images(model_kwargs)
-        if images and len(input_ids) > 1:
-            raise UsageError("custom_generate takes images for one prompt at a time, not for a batch.")
-        mask = model_kwargs.get("attention_mask")
-        engine = self._engine_for(model, generation_config.max_length)
+        refuse(generation_config)
+        images, streamer, mask = encoded_images(model_kwargs), self.streamer, model_kwargs.get("attention_mask")
+        if len(input_ids) > 1 and (images or streamer is not None):
+            raise UsageError("custom_generate takes images or a streamer for one prompt at a time, not for a batch.")
+        prompts = [ids if mask is None else ids[mask[row].bool()] for row, ids in enumerate(input_ids)]
+        width = input_ids.shape[1]
+        padding = [width - len(prompt) for prompt in prompts]
+        sampling = sampling_params(generation_config.do_sample, logits_processor, stopping_criteria, width, padding)
+        engine = self._engine_for(model, width - min(padding) + sampling.max_tokens)
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
         answers = []
-        for row, ids in enumerate(input_ids):
-            prompt = ids if mask is None else ids[mask[row].bool()]
-            request = Request(str(row), prompt.tolist(), sampling_params(generation_config, len(ids)), images)
-            answers.append(answer(engine, request, ids, stopping_criteria, streamer))
+        for row, prompt in enumerate(prompts):
+            if not sampling.greedy:
+                sampling = replace(sampling, seed=int(torch.randint(2**63 - 1, ())))
+            request = Request(str(row), prompt.tolist(), sampling, images)
+            answers.append(answer(engine, request, input_ids[row], stopping_criteria, streamer))
         if streamer is not None:
             streamer.end()
-        padding = generation_config.pad_token_id
         tokens = torch.nn.utils.rnn.pad_sequence(
             [torch.tensor(a, device=input_ids.device, dtype=input_ids.dtype) for a in answers],
             batch_first=True,
-            padding_value=0 if padding is None else int(padding),
+            padding_value=int(generation_config.pad_token_id or 0),
         )
         sequences = torch.cat([input_ids, tokens], dim=1)
         if generation_config.return_dict_in_generate:
@@ -94,15 +99,22 @@ class CustomGenerate:
         return sequences
 
     def _engine_for(self, model: Any, length: int) -> Engine:
-        """An engine for this model with room for ``length`` tokens, kept for the next call."""
-        engine = self._engine
-        if engine is None or engine.target.model is not model or engine.context_length < length:
-            target = HFTarget(model)
-            drafter = self._drafter
-            if isinstance(drafter, str | Path):
-                drafter = load_drafter_for(target, drafter)
-            engine = self._engine = Engine(target, drafter, shape=self._shape, context_length=length)
-        return engine
+        """An engine with room for ``length`` tokens; target and drafter stay while the model is the same."""
+        weight = find_embed(model).weight
+        place = (weight.dtype, weight.device, weight.shape)
+        if self._loaded is None or self._loaded[0].model is not model or self._loaded[2] != place:
+            target, drafter = HFTarget(model), self._drafter
+            drafter = load_drafter_for(target, drafter) if isinstance(drafter, str | Path) else drafter
+            self._loaded, self._engine = (target, drafter, place), None
+        target, drafter, _ = self._loaded
+        most = target.context_length or math.inf
+        if length > most:
+            raise UsageError(f"Prompt and answer may take {length} tokens, but the target's context holds {most}.")
+        if self._engine is None or self._engine.context_length < length:
+            self._engine = None  # its cache goes before a larger one comes
+            room = int(min(most, 1 << (length - 1).bit_length()))
+            self._engine = Engine(target, drafter, shape=self._shape, context_length=room)
+        return self._engine
 
 
 def answer(
@@ -142,6 +154,10 @@ def encoded_images(inputs: Mapping[str, Any]) -> dict[str, Any] | None:
         return {"mm_encoder_outputs": encoded, "position_ids": inputs["position_ids"], **types}
     images = image_inputs(inputs)
     known = {*TEXT_KEYS, *types, *(images or ())}
+    if not images and (positions := inputs.get("position_ids")) is not None:
+        mask = torch.ones_like(positions) if inputs.get("attention_mask") is None else inputs["attention_mask"]
+        if bool(((positions + 1 - mask.cumsum(-1)) * mask).any()):
+            known.remove("position_ids")
     if ignored := [name for name, value in inputs.items() if hasattr(value, "shape") and name not in known]:
         raise UsageError(f"custom_generate reads token ids and images: it cannot use {', '.join(ignored)}.")
     for name in ("cache", "past_key_values"):
@@ -150,46 +166,62 @@ def encoded_images(inputs: Mapping[str, Any]) -> dict[str, Any] | None:
     return images
 
 
-def streamer_of(caller: FrameType) -> Any:
-    """transformers 5.24 has a streamer hear the prompt, but hands it to its own decoding methods only: take it there.
+def sampling_params(
+    do_sample: bool, processors: hf.LogitsProcessorList, criteria: StoppingCriteriaList, width: int, padding: list[int]
+) -> SamplingParams:
+    """What the logits processors, generate's own and the caller's, say in Eyas's words, for prompts of this width.
 
-    A streamer that hears neither tokens nor the end leaves whoever reads from it waiting for ever.
+    The end of the answer is left to the stopping criteria. Raises UsageError for what cannot be said.
     """
-    return caller.f_locals.get("streamer") if caller.f_code.co_name == "generate" else None
+    ends = {int(i) for c in criteria if type(c) is EosTokenCriteria for i in c.eos_token_id}
+    active = [p for p in processors if type(p) is not hf.MinPLogitsWarper or p.min_p > 0]
+    kinds = [type(p) for p in active]
+    wrong = [p for p in active if type(p) not in STAGES or not usual(p, ends, padding)]
+    if not wrong and (kinds != sorted(kinds, key=STAGES.__getitem__) or len(set(kinds)) < len(kinds)):
+        wrong = active
+    if wrong:
+        raise UsageError(
+            f"custom_generate cannot honour {', '.join(type(p).__name__ for p in wrong)}: it knows minimum lengths and "
+            "repetition_penalty, then temperature, then top_k and min_p, then top_p, each at most once, and all but "
+            "the number itself as generate sets it up."
+        )
+    room, least = (criteria.max_length or 0) - width, 0
+    settings: dict[str, Any] = {"temperature": 1.0}
+    for p in active:
+        if isinstance(p, hf.MinLengthLogitsProcessor):
+            least = max(least, p.min_length - width)
+        elif isinstance(p, hf.MinNewTokensLengthLogitsProcessor):
+            least = max(least, p.min_new_tokens + p.prompt_length_to_skip - width)
+        elif isinstance(p, hf.RepetitionPenaltyLogitsProcessor):
+            settings["repetition_penalty"] = p.penalty
+        else:
+            settings |= {k: v for k, v in vars(p).items() if k in ("temperature", "top_k", "min_p", "top_p")}
+    if least:
+        settings |= {"min_tokens": min(least, room), "stop_token_ids": tuple(ends)}
+    if not do_sample:
+        settings["temperature"] = 0.0
+    return SamplingParams(**settings, max_tokens=room, ignore_eos=True)
 
 
-def sampling_params(config: Any, prompt_length: int) -> SamplingParams:
-    """transformers' generation settings in Eyas's words. The end of the answer is left to the stopping criteria."""
-    settings: dict[str, Any] = {"max_tokens": config.max_length - prompt_length, "ignore_eos": True}
-    eos = config.eos_token_id
-    eos = eos.tolist() if isinstance(eos, torch.Tensor) else eos
-    minimum = max(config.min_new_tokens or 0, (config.min_length or 0) - prompt_length)
-    if minimum > 0 and eos is not None:
-        settings["min_tokens"] = min(minimum, settings["max_tokens"])
-        settings["stop_token_ids"] = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
-    if config.repetition_penalty is not None:
-        settings["repetition_penalty"] = config.repetition_penalty
-    if config.do_sample:
-        settings |= {
-            "temperature": 1.0 if config.temperature is None else config.temperature,
-            "top_k": config.top_k or 0,
-            "top_p": 1.0 if config.top_p is None else config.top_p,
-            "min_p": config.min_p or 0.0,
-            "seed": int(torch.randint(2**63 - 1, ())),
-        }
-    return SamplingParams(**settings)
+def usual(processor: Any, ends: set[int], padding: list[int]) -> bool:
+    """Whether a processor is as generate makes it, but for its number."""
+    ignored = getattr(processor, "prompt_ignore_length", padding)
+    return (
+        getattr(processor, "filter_value", -math.inf) == -math.inf
+        and getattr(processor, "min_tokens_to_keep", 1) == 1
+        and {int(i) for i in getattr(processor, "eos_token_id", ends)} == ends
+        and torch.as_tensor(0 if ignored is None else ignored).expand(len(padding)).tolist() == padding
+    )
 
 
-def refuse(config: Any, processors: LogitsProcessorList) -> None:
-    """Raises UsageError for what cannot be honoured, instead of ignoring it."""
-    if (config.num_beams or 1) > 1:
-        raise UsageError("custom_generate decodes one continuation per prompt: num_beams must be 1.")
-    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
-        if getattr(config, name, None):
-            raise UsageError(f"custom_generate does not return what {name} asks for.")
-    for processor in processors:
-        if not isinstance(processor, HONOURED):
-            raise UsageError(
-                f"custom_generate cannot honour {type(processor).__name__}; it knows temperature, top_k, top_p, min_p, "
-                "repetition_penalty and minimum lengths."
-            )
+def refuse(config: Any) -> None:
+    """Raises UsageError for settings that cannot be honoured, instead of ignoring them."""
+    found = {name: getattr(config, name, None) for name in REFUSED}
+    wrong = [f"{k}={v!r}" for k, v in found.items() if v not in (None, False) and not (v == 1 and "beam" in k)]
+    if config.cache_implementation == "quantized":  # other caches hold the same keys and values
+        wrong.append("cache_implementation='quantized'")
+    if wrong:
+        raise UsageError(
+            f"custom_generate cannot honour {', '.join(wrong)}: it continues each prompt once, by the model's own "
+            "logits, and returns tokens only."
+        )
