@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from eyas.bridges.classes import dotted_name
@@ -50,10 +51,10 @@ class Site:
         return f"{source.short(self.module)}:{self.line}"
 
 
-def sites(source: EngineSource, module: str, names: Iterable[str] | None = None) -> Iterator[Site]:
+@lru_cache(maxsize=64)
+def sites(source: EngineSource, module: str, names: tuple[str, ...] = ()) -> tuple[Site, ...]:
     """Every use of an attribute of these names in a module, or of any name."""
-    wanted = None if names is None else set(names)
-    yield from _walk(module, source.tree(module), wanted, (), ())
+    return tuple(_walk(module, source.tree(module), set(names) or None, (), ()))
 
 
 def _walk(
@@ -95,7 +96,8 @@ def _negated(test: ast.expr) -> bool:
     return isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
 
 
-def reachable(source: EngineSource, start: str, modules: Iterable[str]) -> set[str]:
+@lru_cache(maxsize=8)
+def reachable(source: EngineSource, start: str, modules: frozenset[str]) -> set[str]:
     """Names that a function or class of these modules, called ``start``, may come to use, by mention."""
     mentions: dict[str, set[str]] = {}
     for module in modules:

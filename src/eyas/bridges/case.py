@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from eyas.bridges.classes import Classes
+from eyas.bridges.classes import classes_of
 from eyas.bridges.interpreter import Interpreter
 from eyas.bridges.source import EngineSource
 from eyas.bridges.target import Target
@@ -38,7 +38,7 @@ class Case:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.classes = Classes(self.source)
+        self.classes = classes_of(self.source)
 
     def interpreter(self, facts: Mapping[str, Any]) -> Interpreter:
         return Interpreter(self.classes, facts, self.environment)

@@ -11,7 +11,7 @@ from eyas.bridges import known_bugs, tokenizers
 from eyas.bridges.case import Case
 from eyas.bridges.report import Fact, Problem, Report
 from eyas.bridges.sglang import contract as sglang
-from eyas.bridges.source import EngineSource
+from eyas.bridges.source import EngineSource, collector_paused
 from eyas.bridges.target import Target, open_target
 from eyas.bridges.vllm import contract as vllm
 from eyas.core import CheckpointError
@@ -36,7 +36,8 @@ def check(
     report.problems += _pair(model, reading, checkpoint.config, source is None)
     if source is not None:
         case = Case(source, model, checkpoint, reading, flags or {}, os.environ if environment is None else environment)
-        (sglang if source.name == "sglang" else vllm).check(case, report)
+        with collector_paused():
+            (sglang if source.name == "sglang" else vllm).check(case, report)
         report.problems += known_bugs.problems(case)
     report.problems += tokenizers.problems(model.folder, checkpoint.folder)
     report.problems = report.sorted_problems()

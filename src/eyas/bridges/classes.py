@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import PurePosixPath
 
 from eyas.bridges.source import EngineSource, SourceError
@@ -77,12 +78,19 @@ class _Binding:
     origin: str = ""  # the dotted module of a from-import
 
 
+@lru_cache(maxsize=8)
+def classes_of(source: EngineSource) -> Classes:
+    """One index for all that is asked of a source."""
+    return Classes(source)
+
+
 class Classes:
     """The names of ``source``, module by module, as they are asked for."""
 
     def __init__(self, source: EngineSource):
         self.source = source
         self._bindings: dict[str, dict[str, list[_Binding]]] = {}
+        self._generators: dict[ast.AST, bool] = {}
         self._members: dict[ClassRef, dict[str, list[ast.stmt]]] = {}
         self._ancestry: dict[ClassRef, tuple[list[ClassRef | External], list[str]]] = {}
 
@@ -91,6 +99,7 @@ class Classes:
         if self.source.parsed > most:
             self._bindings.clear()
             self._members.clear()
+            self._generators.clear()
             self._ancestry.clear()
             self.source.forget()
 
@@ -230,6 +239,12 @@ class Classes:
                         table.setdefault(name, []).insert(0, binding.node)
             self._members[ref] = table
         return self._members[ref]
+
+    def is_generator(self, node: ast.AST) -> bool:
+        """Whether a function yields."""
+        if node not in self._generators:
+            self._generators[node] = any(isinstance(inner, ast.Yield | ast.YieldFrom) for inner in ast.walk(node))
+        return self._generators[node]
 
     def inherits(self, ref: ClassRef, other: ClassRef | External) -> bool | None:
         """None: some base of ``ref`` could not be resolved, so it may."""

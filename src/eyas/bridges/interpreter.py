@@ -107,7 +107,7 @@ class Interpreter(Objects):
     def invoke(self, function: Function, args: list[Any], kwargs: dict[str, Any], lenient: bool = False) -> Any:
         node, followed = function.ref.node, self.follows(function.ref.module)
         too_deep = self._depth >= _DEPTH or (not followed and self._helpers >= _HELPERS)
-        if too_deep or isinstance(node, ast.AsyncFunctionDef) or _is_generator(node):
+        if too_deep or isinstance(node, ast.AsyncFunctionDef) or self.classes.is_generator(node):
             return UNKNOWN
         frame = Frame(function.ref.module, {}, function.owner, function.bound)
         frame.names = self._arguments(function, args, kwargs, frame)
@@ -611,10 +611,6 @@ def _contains(container: Any, item: Any) -> bool | None:
             return True
         return False if plain(item) and plain(container) else None
     return None
-
-
-def _is_generator(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return any(isinstance(inner, ast.Yield | ast.YieldFrom) for inner in ast.walk(node))
 
 
 def _parsed(text: str) -> Any:

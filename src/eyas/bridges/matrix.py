@@ -9,7 +9,7 @@ from typing import Literal
 from eyas.bridges.classes import Classes, ClassRef, Meaning, Undecided
 from eyas.bridges.interpreter import Interpreter
 from eyas.bridges.sglang import calls as sglang
-from eyas.bridges.source import EngineSource, SourceError
+from eyas.bridges.source import EngineSource, SourceError, collector_paused
 from eyas.bridges.values import Instance, Raised, Record
 from eyas.bridges.vllm import calls as vllm
 from eyas.bridges.wrapping import look_inside
@@ -31,7 +31,8 @@ class Row:
 def matrix(source: EngineSource) -> list[Row]:
     """Without a config: what depends on one is undecided."""
     rows = _sglang if source.name == "sglang" else _vllm
-    return sorted(rows(Classes(source)), key=lambda row: row.architecture.lower())
+    with collector_paused():
+        return sorted(rows(Classes(source)), key=lambda row: row.architecture.lower())
 
 
 def _sglang(classes: Classes) -> Iterator[Row]:

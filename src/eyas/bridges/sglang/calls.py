@@ -89,10 +89,10 @@ def calls(classes: Classes, arguments: Record) -> list[Call]:
     names = sorted(_runner_names(source))
     modules = [m for m in _callers(source, names) if not any(m == call.site.module for call in draft_side)]
     runner = source.module("sglang.srt.model_executor.model_runner")
-    early = reachable(source, "ModelRunner.__init__", {*modules, *([runner] if runner else [])})
+    early = reachable(source, "ModelRunner.__init__", frozenset({*modules, *([runner] if runner else [])}))
     found = []
     for module in modules:
-        for site in sites(source, module, names):
+        for site in sites(source, module, tuple(names)):
             if site.called and site.under("eagle") is not False:
                 found.append(Call("target", site, _stage(site, site.function in early)))
     return sorted([*found, *draft_side], key=lambda call: [call.stage.startswith(s) for s in _STAGES].index(True))

@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from eyas.bridges.callers import Site, sites
@@ -43,6 +44,7 @@ def find_architecture(classes: Classes, name: str) -> list[ClassRef]:
     return _classes(classes, place) if place else []
 
 
+@lru_cache(maxsize=8)
 def tables(classes: Classes) -> dict[str, tuple[str, str]]:
     """Every table at the top level from a name to a module and a class in it."""
     interpreter = Interpreter(classes, {}, {})
@@ -142,7 +144,7 @@ def runners(classes: Classes) -> list[Runner]:
     found = []
     modules = {m for listed in classes.source.containing([f".{n}(" for n in names]).values() for m in listed}
     for module in sorted(m for m in modules if not in_models(classes.source, m)):
-        for site in sites(classes.source, module, names):
+        for site in sites(classes.source, module, tuple(names)):
             scopes = [s for s in site.around if isinstance(s, ast.FunctionDef | ast.ClassDef)]
             if site.called and scopes and isinstance(scopes[-1], ast.FunctionDef):
                 owner = classes.class_in(module, scopes[-2].name) if len(scopes) > 1 else None
