@@ -124,6 +124,10 @@ OWN: dict[str, dict[str, Any]] = {
         "logits_processor": [hf.MinLengthLogitsProcessor(45, EOS), hf.MinNewTokensLengthLogitsProcessor(30, 9, EOS)],
         "eos_token_id": EOS,
     },
+    "new tokens counted from behind the prompt": {
+        "logits_processor": [hf.MinNewTokensLengthLogitsProcessor(34, 5, EOS)],
+        "eos_token_id": EOS,
+    },
     "penalty and length": {
         "logits_processor": [hf.RepetitionPenaltyLogitsProcessor(3.0)],
         "min_new_tokens": 15,
