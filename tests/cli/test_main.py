@@ -29,14 +29,18 @@ def test_version_and_help(eyas):
         ["run"],
         ["run", "x", "hello", "--no-such-flag"],
         ["run", "x", "hello", "--max-tokens", "many"],
-        ["check"],
-        ["check", "x", "y"],
     ],
 )
 def test_a_command_line_that_cannot_be_parsed_is_a_usage_error(eyas, args):
     ran = eyas(*args)
     assert ran.code == 2
     assert ran.out == "" and "Usage: eyas" in ran.err and "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize("args", [["check"], ["check", "x", "y"]])
+def test_a_check_of_nothing_in_particular_is_a_usage_error(eyas, args):
+    ran = eyas(*args)
+    assert (ran.code, ran.out) == (2, "") and ran.err.startswith("error: ") and "--drafter" in ran.err
 
 
 def raising(error):

@@ -215,6 +215,8 @@ def test_loading_flags_arrive(eyas, target, monkeypatch):
     monkeypatch.setattr(run_module, "answer", lambda *_, **__: None)
     given = {"dtype": "bfloat16", "device": "cpu", "context_length": 99, "attn_implementation": "eager"}
     args = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
+    args += ["--drafter-layer-ids", "2,15,27"]
+    given["drafter_layer_ids"] = [2, 15, 27]
     assert eyas("run", target, "w5", "--drafter", "untrained", *args, "--trust-remote-code").code == 0
     assert seen == {**given, "trust_remote_code": True, "shape": None, "name": str(target), "drafter": "untrained"}
 
@@ -332,3 +334,8 @@ def test_stdin_may_be_closed(eyas, monkeypatch):
     monkeypatch.setattr(io, "TextIOWrapper", lambda *_: None)
     eyas("run", "x").failed(2, "no PROMPT, and stdin is closed")
     assert sys.stdin is None
+
+
+def test_layer_ids_must_be_numbers(eyas, target):
+    ran = eyas("run", target, "w5", "--drafter", "untrained", "--drafter-layer-ids", "2,x")
+    assert ran.code == 2 and "--drafter-layer-ids takes numbers" in ran.err and "Traceback" not in ran.err
