@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from eyas.bridges.classes import dotted_name
 from eyas.bridges.source import EngineSource
 
 Tests = tuple[tuple[ast.expr, bool], ...]  # conditions, and whether they hold
@@ -132,8 +131,3 @@ def imported_modules(source: EngineSource, module: str, under: str) -> list[str]
         if path and path.startswith(under):
             found.append(path)
     return sorted(set(found))
-
-
-def last_name(node: ast.expr) -> str:
-    """``self.config.layer_ids`` is about ``layer_ids``."""
-    return dotted_name(node).split(".")[-1]

@@ -269,6 +269,7 @@ class Interpreter(Objects):
         """Runs every branch, since nobody knows which is taken; ends the function only where all of them do."""
         ends: list[Exception] = []
         self._doubt += 1
+        frame.branches += 1
         try:
             for branch in branches:
                 try:
@@ -277,6 +278,7 @@ class Interpreter(Objects):
                     ends.append(end)
         finally:
             self._doubt -= 1
+            frame.branches -= 1
         values = [end.value for end in ends if isinstance(end, _Return)]
         if len(ends) < len(branches):
             frame.returned += values
@@ -292,7 +294,7 @@ class Interpreter(Objects):
 
     def _assign(self, target: ast.expr, value: Any, frame: Frame) -> None:
         if isinstance(target, ast.Name):
-            frame.names[target.id] = self._possible(frame.names, target.id, value)
+            frame.names[target.id] = _possible(frame.names, target.id, value, frame.branches > 0)
         elif isinstance(target, ast.Attribute):
             self.assigned.append(Assigned(target.attr, value, self._where(target, frame), not self._doubt))
             self.set(self.evaluate(target.value, frame), target.attr, value)
@@ -316,15 +318,12 @@ class Interpreter(Objects):
                 self.set(option, name, value)
         elif isinstance(owner, Instance):
             self.attribute(owner, name)  # initialises it
-            owner.attrs[name] = self._possible(owner.attrs, name, value)
+            owner.attrs[name] = _possible(owner.attrs, name, value, self._doubt > 0)
         elif isinstance(owner, Record | Leaf):
             names = owner.values if isinstance(owner, Record) else owner.attrs
-            names[name] = self._possible(names, name, value)
+            names[name] = _possible(names, name, value, self._doubt > 0)
             if isinstance(owner, Leaf) and name in owner.parameters:
                 owner.parameters[name].filled = True
-
-    def _possible(self, names: Mapping[str, Any], name: str, value: Any) -> Any:
-        return join([names[name], value]) if self._doubt and name in names else value
 
     # Expressions
 
@@ -564,6 +563,11 @@ class Interpreter(Objects):
 
     def _where(self, node: ast.AST, frame: Frame) -> str:
         return f"{self.classes.source.short(frame.module)}:{getattr(node, 'lineno', 0)}"
+
+
+def _possible(names: Mapping[str, Any], name: str, value: Any, doubtful: bool) -> Any:
+    """What a name means once a value is assigned to it: perhaps still what it was."""
+    return join([names[name], value]) if doubtful and name in names else value
 
 
 def _items(value: Any) -> list[Any] | None:

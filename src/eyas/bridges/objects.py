@@ -104,6 +104,8 @@ class Objects:
             return value.shape
         if isinstance(value, Leaf) and name in value.attrs:
             return value.attrs[name]
+        if isinstance(value, Parameters):
+            return Native(lambda: list(value.known.items()) if name == "items" else value)
         if isinstance(value, Nothing | Leaf | Tensor | Function | Native | Parameter):
             return self.facts.get(name, UNKNOWN)
         return Native(getattr(value, name)) if callable(getattr(value, name, None)) else ABSENT

@@ -164,6 +164,7 @@ class Frame:
     bound: Any = None
     returned: list[Any] = field(default_factory=list)  # by branches that may have been taken
     doubts: int = 0  # how many of them there are so far: what follows may not happen
+    branches: int = 0  # conditions that nobody knows, around the statement that runs now
 
 
 def truth(value: Any) -> bool | None:

@@ -27,7 +27,8 @@ class Capture:
 
 def problems(case: Case, target: Instance, setters: list[Call], flags: dict[str, Any]) -> Iterator[Problem]:
     """``setters``: the calls that choose the layers, in the order in which they come."""
-    written, where = read_ids(case)
+    asked = any(_arguments(call) for call in setters)
+    written, where = read_ids(case) if asked else (None, "no place: this version knows its default layers only")
     if written is UNKNOWN:
         yield from layers.judge(case, None, where)
         return
@@ -54,11 +55,12 @@ def read_ids(case: Case) -> tuple[Any, str]:
         for block, line in _reading_blocks(source.tree(module)):
             known = facts(case.classes) | {"hf_config": case.drafter_config()}
             interpreter = case.interpreter(known)
-            interpreter.block(module, block, {})
-            found = [a for a in interpreter.assigned if a.name == IDS]
+            names = interpreter.block(module, block, {})
+            found = [(a.value, a.certain) for a in interpreter.assigned if a.name == IDS]
+            found += [(names[IDS], True)] if IDS in names else []
             if found:
-                value = found[-1].value
-                fine = plain(value) and all(item.certain or item.value == value for item in found)
+                value = found[-1][0]
+                fine = plain(value) and all(certain or other == value for other, certain in found)
                 return (value if fine else UNKNOWN), f"{source.short(module)}:{line}"
     return UNKNOWN, f"{source.label}: no code that reads {IDS}"
 

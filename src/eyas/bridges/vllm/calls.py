@@ -22,6 +22,7 @@ INTERFACES = "vllm/model_executor/models/interfaces.py"
 _FACTS = {
     "is_last_rank": True, "is_first_rank": True, "world_size": 1, "model_parallel_is_initialized": False,
     "method": "eagle3", "parallel_drafting": False, "use_aux_hidden_state_outputs": True,
+    "get_draft_quant_config": None,
 }  # fmt: skip
 
 
@@ -162,12 +163,18 @@ def setup(interpreter: Interpreter, runner: Runner, target: Instance, drafter: R
     interpreter.believed.add(runner.module)
     interpreter.facts["get_model"] = target
     function, speculative = runner.function, vllm_config(UNKNOWN, drafter).values["speculative_config"]
-    if function.owner:
-        known = {"model": target, "speculative_config": speculative}
-        bound = Instance(function.owner, attrs=known, ready=True, opaque=True)
-        interpreter.call(Function(function.ref, function.owner, bound))
+    known: dict[str, Any] = {"model": target, "speculative_config": speculative}
+    if function.owner is None:
+        interpreter.call(function, spec_config=speculative, **known)
+        return
+    bound = Instance(function.owner, attrs=known, ready=True, opaque=True)
+    about = [
+        s for s in runner.site.around if isinstance(s, ast.If) and re.search("aux_hidden|eagle3", ast.unparse(s.test))
+    ]
+    if about:  # a part of a long function, most of which is about other things
+        interpreter.block(runner.module, [about[0]], {"self": bound})
     else:
-        interpreter.call(function, model=target, spec_config=speculative, speculative_config=speculative)
+        interpreter.call(Function(function.ref, function.owner, bound))
 
 
 def names_of(kinds: Any) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -135,10 +136,11 @@ def image_problems(case: Case, target: Instance) -> Iterator[Problem]:
         run = interpreter(case)
         run.facts["get_model_name"] = target.ref.name
         config = case.target_config()
-        target = Instance(target.ref, attrs={"config": config}, ready=True)
+        target = Instance(target.ref, attrs={"config": config}, ready=True, opaque=True)
         if truth(run.get(target, "supports_multimodal", False)) is not True:
             return
-        run.block(module, branch.body, {"target_model": target})
+        with contextlib.suppress(Raised):  # what else is asked of the model is not this question
+            run.block(module, branch.body, {"target_model": target})
         records = [config, *(value for value in config.values.values() if isinstance(value, Record))]
         for key in [key for record in records for key in record.asked if "token" in key]:
             has = [name for name in case.target.config if re.search("(image|media).*token", name)]
@@ -186,7 +188,7 @@ def _speculators(case: Case, raw: dict[str, Any]) -> tuple[Record, list[Problem]
                 run = interpreter(case)
                 run.believed.add(module)
                 try:
-                    run.call(run.global_name(module, node.name), config_dict=raw, pre_trained_config=inner)
+                    run.call(run.global_name(module, node.name), raw, inner)
                 except Raised as raised:
                     text = f"{raised.where} raises {raised.kind}: {raised.message}"
                     return case.drafter_config(inner), [
