@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from bridges.engines import SGLANG, write
 
-from eyas.bridges.classes import Classes, ClassRef, External, Member, Undecided
-from eyas.bridges.source import open_engine
+from eyas.bridges.code.classes import Classes, ClassRef, External, Member, Undecided
+from eyas.bridges.code.source import open_engine
 
 
 @pytest.fixture

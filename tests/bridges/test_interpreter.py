@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from bridges.engines import SGLANG, write
 
-from eyas.bridges.classes import Classes
-from eyas.bridges.interpreter import Interpreter
-from eyas.bridges.source import open_engine
-from eyas.bridges.values import ABSENT, UNKNOWN, Either, Instance, Raised, Record, Tensor, join, truth
+from eyas.bridges.code.classes import Classes
+from eyas.bridges.code.interpreter import Interpreter
+from eyas.bridges.code.source import open_engine
+from eyas.bridges.code.values import ABSENT, UNKNOWN, Either, Instance, Raised, Record, Tensor, join, truth
 
 MODULE = "sglang/srt/models/code.py"
 

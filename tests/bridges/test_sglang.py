@@ -11,9 +11,9 @@ from bridges import pairs
 from bridges.engines import SGLANG, WRAPPER, edited, write
 
 from eyas.bridges.check import check
+from eyas.bridges.code.source import open_engine
 from eyas.bridges.matrix import matrix
 from eyas.bridges.report import Problem, Report
-from eyas.bridges.source import open_engine
 
 RUNNER = "sglang/srt/model_executor/model_runner.py"
 WORKER = "sglang/srt/speculative/eagle_worker.py"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from bridges.engines import SGLANG, write
 
-from eyas.bridges.source import SourceError, engine_at, open_engine
+from eyas.bridges.code.source import SourceError, engine_at, open_engine
 from eyas.core import EyasError, UsageError
 
 METADATA = "Metadata-Version: 2.1\nName: {}\nVersion: {}\nRequires-Dist: transformers==4.57.1\n"
@@ -148,7 +148,7 @@ def test_a_broken_archive(tree, tmp_path):
 
 def test_no_torch_and_nothing_of_the_engine_is_imported(tree):
     code = (
-        f"import sys; from eyas.bridges.check import check; from eyas.bridges.source import open_engine; "
+        f"import sys; from eyas.bridges.check import check; from eyas.bridges.code.source import open_engine; "
         f"open_engine('sglang', {str(tree)!r}); "
         "print(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'transformers', 'sglang', 'vllm')))"
     )

@@ -11,9 +11,9 @@ from bridges.engines import VLLM, edited, write
 from drafter import folders
 
 from eyas.bridges.check import check
+from eyas.bridges.code.source import open_engine
 from eyas.bridges.matrix import matrix
 from eyas.bridges.report import Problem, Report
-from eyas.bridges.source import open_engine
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 RUNNER = "vllm/v1/worker/gpu_model_runner.py"

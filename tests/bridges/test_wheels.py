@@ -17,11 +17,11 @@ from drafter import folders
 
 from eyas.bridges.case import Case
 from eyas.bridges.check import check
+from eyas.bridges.code.values import Record
 from eyas.bridges.matrix import Row, matrix
 from eyas.bridges.report import Problem, Report
 from eyas.bridges.sglang.calls import calls
 from eyas.bridges.target import open_target
-from eyas.bridges.values import Record
 from eyas.drafter import dialects
 from eyas.drafter.checkpoint import Checkpoint
 

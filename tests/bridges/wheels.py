@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from eyas.bridges.source import EngineSource, open_engine
+from eyas.bridges.code.source import EngineSource, open_engine
 from eyas.target.smollm2 import cache_folder
 
 WHEELS = {

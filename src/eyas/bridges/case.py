@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from eyas.bridges.classes import classes_of
-from eyas.bridges.interpreter import Interpreter
-from eyas.bridges.source import EngineSource
+from eyas.bridges.code.classes import classes_of
+from eyas.bridges.code.interpreter import Interpreter
+from eyas.bridges.code.source import EngineSource
+from eyas.bridges.code.values import Record, Tensor
 from eyas.bridges.target import Target
-from eyas.bridges.values import Record, Tensor
 from eyas.drafter.checkpoint import Checkpoint
 from eyas.drafter.config import default_layer_ids
 from eyas.drafter.dialects import Reading

@@ -9,9 +9,9 @@ from typing import Any
 
 from eyas.bridges import known_bugs, tokenizers
 from eyas.bridges.case import Case
+from eyas.bridges.code.source import EngineSource, collector_paused
 from eyas.bridges.report import Fact, Problem, Report
 from eyas.bridges.sglang import contract as sglang
-from eyas.bridges.source import EngineSource, collector_paused
 from eyas.bridges.target import Target, open_target
 from eyas.bridges.vllm import contract as vllm
 from eyas.core import CheckpointError

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eyas.bridges.case import Case
-from eyas.bridges.classes import ClassRef
-from eyas.bridges.interpreter import Interpreter
+from eyas.bridges.code.classes import ClassRef
+from eyas.bridges.code.interpreter import Interpreter
+from eyas.bridges.code.values import UNKNOWN, Instance, Leaf, Parameters, Raised, Record, Tensor, truth
 from eyas.bridges.report import Problem
-from eyas.bridges.values import UNKNOWN, Instance, Leaf, Parameters, Raised, Record, Tensor, truth
 
 _HARMLESS = re.compile(r"(^|\.)t2d$|rotary_emb")  # nothing is lost with these: t2d follows from d2t
 _SILENT_KEYS = {  # change what a drafter computes without a tensor of their own

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from eyas.bridges.classes import Classes, ClassRef, Meaning, Undecided
-from eyas.bridges.interpreter import Interpreter
+from eyas.bridges.code.classes import Classes, ClassRef, Meaning, Undecided
+from eyas.bridges.code.interpreter import Interpreter
+from eyas.bridges.code.source import EngineSource, SourceError, collector_paused
+from eyas.bridges.code.values import Instance, Raised, Record
 from eyas.bridges.sglang import calls as sglang
-from eyas.bridges.source import EngineSource, SourceError, collector_paused
-from eyas.bridges.values import Instance, Raised, Record
 from eyas.bridges.vllm import calls as vllm
 from eyas.bridges.wrapping import look_inside
 

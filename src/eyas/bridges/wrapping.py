@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from eyas.bridges.classes import Classes, ClassRef, Member
-from eyas.bridges.interpreter import Interpreter
-from eyas.bridges.values import UNKNOWN, Either, Instance, Nothing
+from eyas.bridges.code.classes import Classes, ClassRef, Member
+from eyas.bridges.code.interpreter import Interpreter
+from eyas.bridges.code.values import UNKNOWN, Either, Instance, Nothing
 
 _NAMES = re.compile(r"^(language_model|llm|lm|model|thinker|text_model|decoder)$")  # of attributes that hold the model
 Kind = Literal["delegate", "cannot", "undecided"]

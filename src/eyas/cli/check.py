@@ -13,7 +13,7 @@ from eyas.cli.options import Debug, Json
 from eyas.core import UsageError
 
 if TYPE_CHECKING:
-    from eyas.bridges.source import EngineSource
+    from eyas.bridges.code.source import EngineSource
     from eyas.drafter.inspect import DrafterReport
 
 WIDTH = 100
@@ -120,7 +120,7 @@ def _matrix(path: str | None, engine: str | None, engine_path: Path | None, as_j
 
 
 def _source(engine: str | None, engine_path: Path | None) -> EngineSource:
-    from eyas.bridges.source import engine_at, open_engine
+    from eyas.bridges.code.source import engine_at, open_engine
 
     return open_engine(engine, engine_path) if engine else engine_at(engine_path or "")
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from eyas.bridges.code.source import EngineSource
     from eyas.bridges.matrix import Row
     from eyas.bridges.report import Problem, Report
-    from eyas.bridges.source import EngineSource
 
 WIDTH = 100
 STYLES = {"fails": "bold red", "silent": "red", "undecided": "yellow", "note": "dim"}

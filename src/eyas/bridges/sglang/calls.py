@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from eyas.bridges.callers import Site, imported_modules, reachable, sites
-from eyas.bridges.classes import Classes, ClassRef
-from eyas.bridges.interpreter import Interpreter
-from eyas.bridges.source import EngineSource, SourceError
-from eyas.bridges.values import UNKNOWN, Class, Either, Instance, Record
+from eyas.bridges.code.callers import Site, imported_modules, reachable, sites
+from eyas.bridges.code.classes import Classes, ClassRef
+from eyas.bridges.code.interpreter import Interpreter
+from eyas.bridges.code.source import EngineSource, SourceError
+from eyas.bridges.code.values import UNKNOWN, Class, Either, Instance, Record
 
 MODELS = "srt/models/"
 FACTS = {"is_last_rank": True, "is_first_rank": True, "is_draft_worker": False, "is_in_ci": False}

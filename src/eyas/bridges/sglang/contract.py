@@ -8,13 +8,13 @@ from typing import Any
 
 from eyas.bridges import architectures, loading
 from eyas.bridges.case import Case
-from eyas.bridges.classes import ClassRef, Undecided
-from eyas.bridges.interpreter import Interpreter
+from eyas.bridges.code.classes import ClassRef, Undecided
+from eyas.bridges.code.interpreter import Interpreter
+from eyas.bridges.code.values import Instance, Raised, Record, Tensor, truth
 from eyas.bridges.loading import Loaded
 from eyas.bridges.report import Fact, Problem, Report
 from eyas.bridges.sglang import flags, layers
 from eyas.bridges.sglang.calls import Call, calls, facts, find_architecture
-from eyas.bridges.values import Instance, Raised, Record, Tensor, truth
 from eyas.bridges.wrapping import Wrapped, look_inside
 
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from eyas.bridges.case import Case
+from eyas.bridges.code.values import Raised, Record
 from eyas.bridges.report import Problem
 from eyas.bridges.sglang.calls import facts
-from eyas.bridges.values import Raised, Record
 from eyas.core import DraftShape
 
 _HANDLER = re.compile(r"handle_(speculative_decoding|eagle\w*)$")

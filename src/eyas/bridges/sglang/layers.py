@@ -10,9 +10,9 @@ from typing import Any
 
 from eyas.bridges import layers
 from eyas.bridges.case import Case
+from eyas.bridges.code.values import UNKNOWN, Instance, plain
 from eyas.bridges.report import Problem
 from eyas.bridges.sglang.calls import IDS, MODELS, Call, facts
-from eyas.bridges.values import UNKNOWN, Instance, plain
 
 _KNOWN_BUG = "https://github.com/sgl-project/sglang/pull/22836"
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from eyas.bridges.callers import Site, sites
-from eyas.bridges.classes import Classes, ClassRef, FunctionRef
-from eyas.bridges.interpreter import Interpreter
-from eyas.bridges.source import EngineSource
-from eyas.bridges.values import UNKNOWN, Class, Frame, Function, Instance, Record
+from eyas.bridges.code.callers import Site, sites
+from eyas.bridges.code.classes import Classes, ClassRef, FunctionRef
+from eyas.bridges.code.interpreter import Interpreter
+from eyas.bridges.code.source import EngineSource
+from eyas.bridges.code.values import UNKNOWN, Class, Frame, Function, Instance, Record
 from eyas.bridges.vllm.loader import Loader
 
 MODELS = ("model_executor/models/", "models/")

@@ -11,11 +11,11 @@ from typing import Any
 
 from eyas.bridges import architectures, layers, loading
 from eyas.bridges.case import Case
-from eyas.bridges.classes import Undecided
-from eyas.bridges.interpreter import Interpreter
+from eyas.bridges.code.classes import Undecided
+from eyas.bridges.code.interpreter import Interpreter
+from eyas.bridges.code.values import UNKNOWN, Instance, Raised, Record, plain, truth
 from eyas.bridges.loading import Loaded
 from eyas.bridges.report import Fact, Problem, Report
-from eyas.bridges.values import UNKNOWN, Instance, Raised, Record, plain, truth
 from eyas.bridges.vllm import flags
 from eyas.bridges.vllm.calls import (
     Runner,
@@ -116,7 +116,7 @@ def runner_problems(case: Case, runner: Runner, target: Instance, config: Record
         )
         return
     captured = [a for a in run.assigned if a.name == "aux_hidden_state_layers"]
-    values = {tuple(a.value) for a in captured if plain(a.value)}
+    values = {tuple(a.value) for a in captured if plain(a.value) and a.value}
     if undecided or not captured or len(values) != 1:
         reason = undecided[0].reason if undecided else "what holds the decoder layers is chosen at run time"
         yield from layers.judge(case, None, f"{target.ref.name}: {reason} ({at})")

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from eyas.bridges.case import Case
+from eyas.bridges.code.values import UNKNOWN, Instance, Raised
 from eyas.bridges.report import Problem
-from eyas.bridges.values import UNKNOWN, Instance, Raised
 
 _GIVEN = ("speculative_config", "sc")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from eyas.bridges.interpreter import Interpreter
-from eyas.bridges.values import UNKNOWN, Instance, Leaf, Nothing, Parameter, Raised, Tensor
+from eyas.bridges.code.interpreter import Interpreter
+from eyas.bridges.code.values import UNKNOWN, Instance, Leaf, Nothing, Parameter, Raised, Tensor
 
 _FILE = "model_executor/models/utils.py"
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from eyas.bridges.classes import (
+from eyas.bridges.code.classes import (
     Classes,
     ClassRef,
     External,
@@ -19,8 +19,8 @@ from eyas.bridges.classes import (
     ValueRef,
     dotted_name,
 )
-from eyas.bridges.source import SourceError
-from eyas.bridges.values import (
+from eyas.bridges.code.source import SourceError
+from eyas.bridges.code.values import (
     ABSENT,
     UNKNOWN,
     Class,

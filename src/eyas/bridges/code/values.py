@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from eyas.bridges.classes import ClassRef, FunctionRef
+from eyas.bridges.code.classes import ClassRef, FunctionRef
 
 
 class Nothing:

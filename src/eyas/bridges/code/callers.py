@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from eyas.bridges.source import EngineSource
+from eyas.bridges.code.source import EngineSource
 
 Tests = tuple[tuple[ast.expr, bool], ...]  # conditions, and whether they hold
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import PurePosixPath
 
-from eyas.bridges.source import EngineSource, SourceError
+from eyas.bridges.code.source import EngineSource, SourceError
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from eyas.bridges.classes import Classes, External, ModuleRef, dotted_name
-from eyas.bridges.objects import Objects
-from eyas.bridges.source import SourceError
-from eyas.bridges.values import (
+from eyas.bridges.code.classes import Classes, External, ModuleRef, dotted_name
+from eyas.bridges.code.objects import Objects
+from eyas.bridges.code.source import SourceError
+from eyas.bridges.code.values import (
     ABSENT,
     UNKNOWN,
     Assigned,
