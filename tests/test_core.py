@@ -123,3 +123,9 @@ def test_none_means_the_default():
     params = SamplingParams(seed=None, stop=None, stop_token_ids=None, logit_bias=None, top_k=-1)
     assert isinstance(params.seed, int) and params.seed != SamplingParams(seed=None).seed
     assert (params.stop, params.stop_token_ids, params.logit_bias, params.top_k) == ((), (), {}, 0)
+
+
+@pytest.mark.parametrize("shape", [(10**9, 1, 10**9 + 1), (5, 10**9, 60), (5, 10, 2000)])
+def test_drafts_of_absurd_size(shape):
+    with pytest.raises(UsageError, match="at most"):
+        DraftShape(*shape)

@@ -112,6 +112,8 @@ class DraftShape:
         k, steps = self.eagle_topk, self.num_steps
         if steps < 1 or k < 1:
             raise UsageError(f"num_steps and eagle_topk must be >= 1, got {steps} and {k}")
+        if max(steps, k) > 64 or self.num_draft_tokens > 1024:
+            raise UsageError(f"A draft has at most 64 steps, top-k 64 and 1,024 tokens, got {self}")
         if k == 1 and self.num_draft_tokens != steps + 1:
             raise UsageError(
                 f"eagle_topk 1 is a chain: num_draft_tokens must be num_steps + 1 = {steps + 1} (it counts the root), "

@@ -305,3 +305,13 @@ def test_no_gradients_are_kept(llm):
     assert not any(p.requires_grad for p in llm.target.model.parameters())
     with torch.enable_grad():
         assert llm.generate("w5", max_tokens=2).token_ids
+
+
+def test_a_request_given_twice_does_not_end_the_first(llm):
+    request = llm.request([5, 6, 7], max_tokens=6)
+    first = llm._run(request)
+    found = [next(first)]
+    with pytest.raises(RequestError, match="still being answered"):
+        llm.complete(request)
+    found += first
+    assert sum(len(output.emitted) for output in found) == 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -141,7 +142,7 @@ def show(report: DrafterReport) -> None:
     out.width = min(out.width, WIDTH)
     rows: list[tuple[str, str | Text]] = [(name, Text(clean(value))) for name, value in facts(report)]
     rows += [("odd" if n == 0 else "", Text(clean(note), "yellow")) for n, note in enumerate(report.odd)]
-    rows += [("problems" if n == 0 else "", Text(clean(note), "red")) for n, note in enumerate(report.problems)]
+    rows += [("problems" if n == 0 else "", Text(clean(note), "red")) for n, note in enumerate(shown(report.problems))]
     loads = Text("no: see problems", "bold red") if report.problems else Text("yes", "bold green")
     out.print(grid([*rows, ("loads in Eyas", loads)]))
 
@@ -186,3 +187,9 @@ def norms(report: DrafterReport) -> str:
         if getattr(c, name)
     ]
     return f"RMSNorm, eps {c.rms_norm_eps:g}; {', '.join(extra) or 'none beyond the standard ones'}"
+
+
+def shown(problems: Sequence[str], most: int = 12, width: int = 600) -> list[str]:
+    """What fits a screen; ``--json`` has all of it."""
+    more = [f"and {len(problems) - most} more"] if len(problems) > most else []
+    return [problem if len(problem) <= width else problem[:width] + " ..." for problem in problems[:most]] + more

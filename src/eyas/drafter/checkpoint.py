@@ -161,15 +161,22 @@ def read_header(file: Path) -> dict[str, Tensor]:
         header = json.loads(raw)
         header.pop("__metadata__", None)
         tensors, end = {}, 0
-        for name, entry in header.items():
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             first, last = entry["data_offsets"]
+            if not all(type(number) is int for number in (first, last, *entry["shape"])):
+                raise TypeError(f"{name[:100]}: sizes and offsets are whole numbers")
+            if first != end:
+                raise CheckpointError(
+                    f"{file}: {name[:100]}: its values should begin at {end}, its header entry spans {first}..{last}; "
+                    "fetch it again"
+                )
             tensor = Tensor(file, entry["dtype"], tuple(entry["shape"]), 8 + length + first)
             if first < 0 or last - first != tensor.nbytes or min(tensor.shape, default=0) < 0:
                 raise CheckpointError(
                     f"{file}: {name}: {tensor.dtype} {list(tensor.shape)} takes {tensor.nbytes} bytes, its header "
                     f"entry spans {first}..{last}"
                 )
-            tensors[name], end = tensor, max(end, last)
+            tensors[name], end = tensor, last
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file}: its safetensors header cannot be read: {error!r}; fetch it again") from error
     if size != 8 + length + end:
@@ -186,16 +193,16 @@ def _weight_files(place: Path) -> list[Path]:
         chosen = place
     else:
         known = [place / name for name in _WEIGHTS if (place / name).is_file()]
-        others = sorted(place.glob("*.safetensors")) + sorted(place.glob("*.bin"))
+        others = [p for p in (*sorted(place.glob("*.safetensors")), *sorted(place.glob("*.bin"))) if p.is_file()]
         if not known and len(others) != 1:
             found = ", ".join(p.name for p in others) or "no weights"
             raise CheckpointError(f"{place}: expected model.safetensors or pytorch_model.bin, found {found}")
         chosen = known[0] if known else others[0]
     if chosen.name.endswith(".index.json"):
         shards = read_json(chosen, _MAX_HEADER).get("weight_map")
-        names = sorted(set(shards.values())) if isinstance(shards, dict) else []
+        names = sorted(set(map(str, shards.values()))) if isinstance(shards, dict) else []
         for name in names:
-            if not isinstance(name, str) or Path(name).name != name or not (chosen.parent / name).is_file():
+            if Path(name).name != name or not (chosen.parent / name).is_file():
                 raise CheckpointError(f"{chosen}: names the shard {name!r}, which is not in the folder; fetch it again")
         if not names:
             raise CheckpointError(f"{chosen}: expected a weight_map from tensor to file, found none")
@@ -225,6 +232,9 @@ def _load_pickled(file: Path) -> dict[str, torch.Tensor]:
 
     import torch
 
+    def plain(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type == "cpu"
+
     def load(mapped: bool) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
 
@@ -238,9 +248,9 @@ def _load_pickled(file: Path) -> dict[str, torch.Tensor]:
             f"{file}: holds something other than tensors, which could run code when opened; refused. "
             "Ask its publisher for a safetensors file"
         ) from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+    except Exception as error:  # garbage makes the unpickler stumble in every way there is
         raise CheckpointError(f"{file}: not a whole PyTorch file ({error}); fetch it again") from error
-    if not isinstance(content, dict) or not all(isinstance(v, torch.Tensor) for v in content.values()):
+    if not isinstance(content, dict) or not all(isinstance(k, str) and plain(v) for k, v in content.items()):
         raise CheckpointError(f"{file}: expected a dictionary of tensors by name, found {type(content).__name__}")
     return content
 
@@ -270,9 +280,12 @@ def _bytes_of(value: torch.Tensor) -> memoryview:
 
 def _load_npy(file: Path) -> np.ndarray:
     try:
-        return np.load(file, allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
+        array = np.load(file, allow_pickle=False)
+    except Exception as error:  # a bad header may fail as a syntax error, or ask for more memory than there is
         raise CheckpointError(f"{file}: not a plain numpy array: {error}") from error
+    if not isinstance(array, np.ndarray):
+        raise CheckpointError(f"{file}: expected one numpy array, found an archive of them")
+    return array
 
 
 def _tensor(file: Path, value: torch.Tensor | np.ndarray) -> Tensor:

@@ -60,6 +60,7 @@ class Eagle3Config:
                 c.num_attention_heads % c.num_key_value_heads == 0,
                 f"{c.num_attention_heads} attention heads do not divide into {c.num_key_value_heads} key-value groups",
             ),
+            (min(ids or (0,)) >= 0, f"auxiliary layers must not be negative: entry ids {list(ids or ())[:8]}"),
             (0 < c.rms_norm_eps < 1, "rms_norm_eps is not a small positive number"),
             (c.head_dim % 2 == 0, f"head_dim {c.head_dim} is odd, so it cannot be rotated"),
             (c.draft_vocab_size <= c.vocab_size, f"draft_vocab_size exceeds vocab_size {c.vocab_size}"),
@@ -95,12 +96,12 @@ ROPE_KEYS: dict[str, tuple[str, ...]] = {
 
 def _rope_checks(rope: Mapping[str, Any]) -> list[tuple[bool, str]]:
     kind = rope.get("rope_type")
-    if kind not in ROPE_KEYS:
+    if not isinstance(kind, str) or kind not in ROPE_KEYS:
         return [(False, f"rope_type {kind!r} is not one of {', '.join(ROPE_KEYS)}")]
     keys = ("rope_theta", *ROPE_KEYS[kind])
     return [
         (
-            isinstance(rope.get(key), int | float) and rope[key] > 0,
+            type(rope.get(key)) in (int, float) and 0 < rope[key] < 1e30,
             f"RoPE of type {kind!r} needs a positive {key}, found {rope.get(key)!r}",
         )
         for key in keys

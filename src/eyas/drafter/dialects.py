@@ -20,6 +20,7 @@ from eyas.drafter.config import Eagle3Config, tensor_shapes
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 MAPS = ("d2t", "t2d")
+_COUNTS = {"num_hidden_layers": 128, "num_aux_hidden_states": 64}  # more than any drafter has
 _SPECULATORS_KEYS = ("speculators_model_type", "speculators_config", "transformer_layer_config")
 _ARCHITECTURES = (
     "LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM",
@@ -194,9 +195,12 @@ class _Numbers:
     def positive(self, key: str, default: int | None = None) -> int:
         value = self.source.get(key)
         value = default if value is None else value
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        most = _COUNTS.get(key, 1 << 31)
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most:
             return value
-        self.wrong.append(f"{key}: expected a positive integer, found {'nothing' if value is None else repr(value)}")
+        found = "nothing" if value is None else repr(value)[:100]
+        limit = f" up to {most}" if isinstance(value, int) and value > most else ""
+        self.wrong.append(f"{key}: expected a positive integer{limit}, found {found}")
         return 1
 
 

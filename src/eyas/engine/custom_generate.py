@@ -91,7 +91,7 @@ class CustomGenerate:
         tokens = torch.nn.utils.rnn.pad_sequence(
             [torch.tensor(a, device=input_ids.device, dtype=input_ids.dtype) for a in answers],
             batch_first=True,
-            padding_value=int(generation_config.pad_token_id or 0),
+            padding_value=padding_id(generation_config),
         )
         sequences = torch.cat([input_ids, tokens], dim=1)
         if generation_config.return_dict_in_generate:
@@ -201,6 +201,12 @@ def sampling_params(
     if not do_sample:
         settings["temperature"] = 0.0
     return SamplingParams(**settings, max_tokens=room, ignore_eos=True)
+
+
+def padding_id(config: Any) -> int:
+    """What transformers pads with: the padding token, else the first that ends an answer."""
+    ids = [config.pad_token_id, *torch.as_tensor(config.eos_token_id or 0).flatten().tolist()]
+    return next(int(i) for i in ids if i is not None)
 
 
 def usual(processor: Any, ends: set[int], padding: list[int]) -> bool:

@@ -151,9 +151,9 @@ class LLM:
         )
 
     def _run(self, request: Request) -> Iterator[Output]:
+        self.engine.add(request)  # outside: what it refuses must not end another request of this id
         inbox = self._inboxes[request.id] = deque()
         try:
-            self.engine.add(request)
             while inbox or not self.engine.idle:
                 if not inbox:
                     self._step()
