@@ -14,7 +14,7 @@ _SGLANG, _VLLM = "https://github.com/sgl-project/sglang/", "https://github.com/v
 
 @dataclass(frozen=True)
 class KnownBug:
-    """``first`` and ``fixed`` are releases; ``fixed`` None: in every version known to us."""
+    """``first``: the earliest release it was seen in; ``fixed``: the earliest that is known to be without it."""
 
     engine: str
     first: tuple[int, ...]
@@ -48,13 +48,13 @@ BUGS = (
         "try batched traffic before you rely on it",
     ),
     KnownBug(
-        "sglang", (0, 5, 10), None, _SGLANG + "pull/38307", _architecture("^Qwen3_5(Moe)?ForConditionalGen"), "fails",
+        "sglang", (0, 5, 12), (0, 5, 23), _SGLANG + "pull/38307", _architecture("^Qwen3_5(Moe)?ForConditionalGen"), "fails",
         "Qwen3.5 under its vision wrapper: the layers are set, but not marked on the decoder layers",
         "dies at graph capture: too many values to unpack (expected 2)",
-        "apply the pull request",
+        "apply the pull request, or take SGLang 0.5.23",
     ),
     KnownBug(
-        "sglang", (0,), None, _SGLANG + "issues/24402", _tree, "note",
+        "sglang", (0,), (0, 5, 23), _SGLANG + "issues/24402", _tree, "note",
         "draft trees (top-k above 1) have met an illegal memory access under load",
         "the server dies under traffic",
         "--speculative-eagle-topk 1 is the safe choice",
@@ -66,7 +66,7 @@ BUGS = (
         "leave head-room: a lower --mem-fraction-static or --max-running-requests",
     ),
     KnownBug(
-        "vllm", (0, 24), None, _VLLM + "issues/40551", _has_triton, "note",
+        "vllm", (0, 29), None, _VLLM + "issues/40551", _has_triton, "note",
         "the V2 model runner has shown a lower acceptance length than V1 with the same drafter",
         "a few per cent of acceptance",
         "compare with VLLM_USE_V2_MODEL_RUNNER=0 before you blame the drafter",
