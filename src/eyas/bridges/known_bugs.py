@@ -48,7 +48,7 @@ BUGS = (
         "try batched traffic before you rely on it",
     ),
     KnownBug(
-        "sglang", (0, 5, 12), (0, 5, 23), _SGLANG + "pull/38307", _architecture("^Qwen3_5(Moe)?ForConditionalGen"), "fails",
+        "sglang", (0, 5, 12), (0, 5, 23), _SGLANG + "pull/38307", _architecture("^Qwen3_5(Moe)?ForCond"), "fails",
         "Qwen3.5 under its vision wrapper: the layers are set, but not marked on the decoder layers",
         "dies at graph capture: too many values to unpack (expected 2)",
         "apply the pull request, or take SGLang 0.5.23",

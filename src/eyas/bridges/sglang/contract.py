@@ -83,9 +83,17 @@ def missing_methods(case: Case, ref: ClassRef, asked: list[Call], wrapped: Wrapp
             "undecided" if undecided else "fails",
             f"{ref.name} has no {name}; called at {', '.join(call.site.at(case.source) for call in places)}"
             + (f"; {reason}" if undecided else ""),
-            f"dies {places[0].stage}: AttributeError",
+            f"dies {first_stages(places)}: AttributeError",
             remedy(case.source.name, wrapped, undecided),
         )
+
+
+def first_stages(places: list[Call]) -> str:
+    """When the first call comes; kernels are not always warmed up, so then the next one too."""
+    stages = list(dict.fromkeys(call.stage for call in places))
+    if not stages[0].startswith("at kernel warm-up") or len(stages) == 1:
+        return stages[0]
+    return f"at kernel warm-up or {stages[1]}"
 
 
 def remedy(engine: str, wrapped: Wrapped, undecided: bool) -> str:
