@@ -82,6 +82,12 @@ def test_kimi_k25_in_a_version_that_can(ask):
     assert ask("sglang-0.5.23", pairs.KIMI).fits and ask("vllm-0.32.0", pairs.KIMI).fits
 
 
+@pytest.mark.parametrize(("name", "said"), [("sglang-0.5.9", True), ("sglang-0.5.23", False)])
+def test_images_that_do_not_reach_the_drafter(ask, name, said):
+    found = [p for p in ask(name, pairs.KIMI).problems if "mm_input_embeds" in p.evidence]
+    assert [p.severity for p in found] == (["note"] if said else [])
+
+
 def test_kimi_k25_before_it_was_known(ask):
     the(ask("sglang-0.5.8", pairs.KIMI), "KimiK25ForConditionalGeneration; sglang 0.5.8 registers none such")
 

@@ -136,6 +136,14 @@ def drafter_problems(case: Case, contract: list[Call], report: Report) -> Iterat
     loaded = loading.load(case, ref, interpreter, arguments, config, _share(case))
     yield from loading.problems(case, loaded)
     yield from _length(case)
+    seen = {"vision_config", "audio_config"} & case.target.config.keys()
+    if seen and "mm_input_embeds" not in case.source.text(ref.module):
+        yield Problem(
+            "note",
+            f"{case.source.short(ref.module)} never reads mm_input_embeds: images and sounds reach the target only",
+            "drafts after an image are made without it: less acceptance there, none of it on text",
+            "judge acceptance on the prompts you serve",
+        )
 
 
 def architecture(case: Case, config: Record) -> str:
