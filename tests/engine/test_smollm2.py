@@ -15,7 +15,7 @@ from eyas.target.loading import load_target
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
-TOKENS = 24
+TOKENS = 16
 PROMPTS = (
     "Why is the sky blue?",
     "Write a haiku about a falcon.",
