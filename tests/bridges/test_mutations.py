@@ -255,7 +255,7 @@ def test_what_is_sound_raises_no_alarm(name, mutation, tmp_path):
     assert [p for p in report.problems if p.severity != "note"] == [] and report.fits
 
 
-SEEDS = range(24)
+SEEDS = range(16)
 
 
 @pytest.mark.parametrize("name", ENGINES)
