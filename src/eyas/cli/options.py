@@ -38,7 +38,11 @@ class SamplingFlags:
     presence_penalty: Annotated[float, _sampling(help="Above 0: less of what is in the answer.")] = 0.0
     frequency_penalty: Annotated[float, _sampling(help="Above 0: the less, the oftener it is in the answer.")] = 0.0
     seed: Annotated[
-        int | None, _sampling(help="Same seed, same text, with and without speculation.", show_default="random")
+        int | None,
+        _sampling(
+            help="Same seed, same text, with and without speculation (but for near-ties below float32).",
+            show_default="random",
+        ),
     ] = None
     stop: Annotated[list[str] | None, _sampling(metavar="TEXT", help="End before this text (repeatable).")] = None
     ignore_eos: Annotated[bool, _sampling("--ignore-eos", help="Go on after the end of the answer.")] = False
