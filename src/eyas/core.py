@@ -150,16 +150,25 @@ class Request:
 
 @dataclass(frozen=True)
 class Draft:
-    """Candidate continuations of one sequence as a tree. Node 0 is the root: the last emitted token."""
+    """Candidate continuations of B sequences, each a tree of N nodes. Node 0 is the root: the last emitted token.
 
-    tokens: torch.Tensor  # int64 [N], target token ids
-    parents: tuple[int, ...]  # [N], parents[0] == -1, parents[i] < i
-    depths: tuple[int, ...]  # [N], depths[0] == 0
+    Parents come before their children. Node i > 0 without a parent (-1) is padding: it is never accepted.
+    """
+
+    tokens: torch.Tensor  # int64 [B, N], target token ids
+    parents: torch.Tensor | None = None  # int64 [B, N], -1 for the root; None: chains, where node i continues node i - 1
+    depths: torch.Tensor | None = None  # int64 [B, N], 0 for root and padding; None with parents None
+
+    @property
+    def steps(self) -> int:
+        """How deep it may be: of a tree without looking at it, which would wait for the device."""
+        return self.tokens.shape[1] - 1
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What the target made of one draft: ``tokens`` are emitted, the last one is the bonus token."""
+    """What the target made of B drafts. ``tokens`` are emitted; the last one of each sequence is its bonus token."""
 
-    path: tuple[int, ...]  # node indices from the root to the last accepted node; always starts with 0
-    tokens: tuple[int, ...]  # len(path) tokens: the accepted draft tokens, then the bonus token
+    counts: torch.Tensor  # int64 [B] >= 1, tokens emitted
+    path: torch.Tensor  # int64 [B, P], node indices from the root to the last accepted node; P >= counts, then 0
+    tokens: torch.Tensor  # int64 [B, P], the accepted draft tokens, then the bonus token; then whatever

@@ -6,69 +6,88 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from eyas.core import Draft, DraftShape, SamplingParams
+from eyas.core import Draft, DraftShape, Request
 
 if TYPE_CHECKING:
     import torch
 
-    from eyas.speculation.sampling import TokenHistory
+    from eyas.speculation.sampling import Rows
     from eyas.target.contract import Eagle3Target
 
 
 class SequenceView(Protocol):
-    """What a drafter may know of a running sequence."""
+    """What a drafter may know of a running sequence beyond tensors."""
 
     @property
-    def slot(self) -> int: ...
+    def request(self) -> Request: ...
 
     @property
     def length(self) -> int:
-        """Tokens in the target's cache: all but the last emitted one. ``extend`` has covered as many places."""
+        """Tokens in the target's cache: all but the last emitted one."""
 
     @property
-    def sampling(self) -> SamplingParams: ...
-
-    @property
-    def last_token(self) -> int: ...
-
-    @property
-    def output_index(self) -> int:
-        """How many tokens were emitted: the index of the next one, which keys its noise."""
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def history(self) -> TokenHistory | None:
-        """Token counts for penalties; None where no penalty needs them."""
+    def output_ids(self) -> Sequence[int]: ...
 
 
 @dataclass(frozen=True)
 class TrueStates:
-    """What the target computed for T consecutive places of a sequence, and the tokens that followed them."""
+    """What the target computed for consecutive places of B sequences in neighbouring slots.
 
-    start: int  # the first place
-    states: torch.Tensor  # [T, len(layer_ids) * H]
-    tokens: torch.Tensor  # int64 [T], the token one place after each state
-    image_mask: torch.Tensor | None = None  # bool [T], which of ``tokens`` stand for a piece of an image
-    embeds: torch.Tensor | None = (
-        None  # [T, H], what the target fed itself for ``tokens``: read where image_mask is set
-    )
+    Sequence b has ``counts[b]`` of them, from place ``starts[b]``; what lies behind these is padding to T.
+    """
+
+    slot: int  # the first of the slots
+    starts: torch.Tensor  # int64 [B]
+    counts: torch.Tensor  # int64 [B], 0 where there is nothing for a sequence
+    states: torch.Tensor  # [B, T, len(layer_ids) * H]
+    tokens: torch.Tensor  # int64 [B, T], the token one place after each state
+    length: int  # rows to look at: at least every start + T
+    image_mask: torch.Tensor | None = None  # bool [B, T], which of ``tokens`` stand for a piece of an image
+    embeds: torch.Tensor | None = None  # [B, T, H], what the target fed itself for ``tokens``: read where image_mask
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """For whom to draft: the sequences in slots 0 .. B - 1."""
+
+    sequences: Sequence[SequenceView | None]  # [B]; None: nobody is there, or nobody who wants a draft; computed anyway
+    lengths: torch.Tensor  # int64 [B] places that ``extend`` has covered; the root's place
+    roots: torch.Tensor  # int64 [B] the last emitted tokens
+    rows: Rows  # how each sequence chooses its tokens
+    length: int  # rows to look at: at least lengths + what the draft writes (``drafted_rows``)
+
+
+def drafted_rows(shape: DraftShape) -> int:
+    """Rows that a draft writes behind the true ones while it grows: every frontier but the last."""
+    return shape.eagle_topk * (shape.num_steps - 1)
 
 
 class Drafter(Protocol):
-    """Proposes draft trees from the target's states. A parallel or block drafter fits the same calls."""
+    """Proposes draft trees from the target's states. A parallel or block drafter fits the same calls.
+
+    Its slots are those of the target's cache: the engine lays out, copies and clears both together.
+    """
 
     layer_ids: tuple[int, ...]  # entry ids of the states ``extend`` takes, concatenated in this order
 
-    def start(self, target: Eagle3Target, slots: int, rows: int) -> None:
-        """Makes room for ``slots`` sequences of up to ``rows`` tokens and drafts of ``target``."""
+    @property
+    def row_nbytes(self) -> int:
+        """Keys and values of one token."""
 
-    def clear(self, slot: int) -> None:
-        """Forgets a slot down to its numbers: they may be NaN."""
+    def start(self, target: Eagle3Target, rows: int) -> None:
+        """Makes room for ``rows`` tokens of ``target`` in all slots together."""
 
-    def extend(self, sequence: SequenceView, true: TrueStates) -> None:
+    def layout(self, slots: int, length: int) -> None:
+        """From now on there are so many slots of so many rows; what is in them stays, as far as it fits."""
+
+    def copy(self, source: int, dest: int, rows: int) -> None:
+        """Makes the first ``rows`` rows of a slot those of another."""
+
+    def clear(self, slot: int, count: int = 1) -> None:
+        """Forgets slots down to their numbers: they may be NaN."""
+
+    def extend(self, true: TrueStates) -> None:
         """Takes over what the target has computed, in order, without gaps; what was drafted there before is dropped."""
 
-    def propose(self, sequences: Sequence[SequenceView], shape: DraftShape) -> list[Draft]:
+    def propose(self, drafting: Drafting, shape: DraftShape) -> Draft:
         """One draft for each sequence, rooted at its last token, from all that ``extend`` has been given."""

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import time
+import uuid
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from eyas.core import Acceptance, Draft, DraftShape, EyasError, Request, RequestError, SamplingParams, UsageError
-from eyas.drafter.contract import Drafter
-from eyas.engine.runner import Runner
-from eyas.engine.scheduler import Scheduler
+from eyas.core import DraftShape, EyasError, Request, RequestError, SamplingParams, UsageError
+from eyas.drafter.contract import Drafter, drafted_rows
+from eyas.engine.policy import BatchView, Decision, Fixed, Off, Policy, StepReport
+from eyas.engine.runner import Batch, Runner
+from eyas.engine.scheduler import Chunk, Plan, Scheduler, length_bucket
 from eyas.engine.sequence import Emitted, Output, Sequence
 from eyas.engine.text import TextStream
-from eyas.speculation.sampling import TokenHistory, choose, logprobs, needs_history
-from eyas.speculation.tree import chain, path_tokens
+from eyas.speculation.sampling import TokenHistory, check_bias, choose, logprobs, needs_history, no_choice
 from eyas.speculation.verify import accept
 from eyas.target.contract import Eagle3Target
 
+CATCH_UP = 16  # tokens decoded plainly after which the drafter gives a sequence up
+PREFILL_CHUNK = {"cpu": 256, "cuda": 2048}  # tokens of prompts a step: bounds how long others wait for theirs
+
 
 class Engine:
-    """Decodes requests with one target and, where a drafter is given, speculatively: the tokens are the same."""
+    """Decodes requests with one target and, where a drafter is given, speculatively: the tokens are the same.
+
+    ``kv_rows`` tokens of keys and values are allocated at once and shared by all requests.
+    """
 
     def __init__(
         self,
@@ -32,7 +43,10 @@ class Engine:
         context_length: int,
         tokenizer: Any = None,
         eos_ids: Many[int] = (),
-        slots: int = 1,
+        max_running_requests: int = 1,
+        kv_rows: int | None = None,
+        chunked_prefill_size: int | None = None,
+        policy: Policy | None = None,
     ):
         if target.context_length is not None and context_length > target.context_length:
             raise UsageError(f"This target's context ends at {target.context_length} tokens, got {context_length}.")
@@ -40,10 +54,20 @@ class Engine:
         self.shape = shape or DraftShape()
         self.context_length = context_length
         self.tokenizer, self.eos_ids = tokenizer, tuple(eos_ids)
-        self.scheduler = Scheduler(slots)
-        # Behind the context there is room for a draft: its nodes, or all that the drafter tries for them.
-        spare = max(self.shape.num_draft_tokens, self.shape.eagle_topk * (self.shape.num_steps - 1))
-        self.runner = Runner(target, drafter, slots, rows=context_length + spare)
+        self.policy: Policy = policy or (Fixed(self.shape) if drafter else Off())
+        catch_up = max(CATCH_UP, self.shape.num_steps + 1)
+        needed = rows_for(context_length, self.shape)
+        rows = needed * max_running_requests if kv_rows is None else kv_rows
+        if rows < needed:
+            raise UsageError(
+                f"The KV cache holds {rows} tokens, and one request with a context of {context_length} and its drafts "
+                f"takes {needed}: give it more memory, or a shorter context_length."
+            )
+        self.runner = Runner(target, drafter, rows, catch_up)
+        chunk = chunked_prefill_size or PREFILL_CHUNK.get(target.device.type, PREFILL_CHUNK["cuda"])
+        follow = self.policy.follow if drafter else lambda: False
+        self.scheduler = Scheduler(rows, spare_rows(self.shape), max_running_requests, chunk, follow)
+        self._numbers = itertools.count()
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises RequestError when it can never be served."""
@@ -56,37 +80,33 @@ class Engine:
             raise RequestError(
                 f"All {request.sampling.max_tokens} tokens (max_tokens) of the answer are there already."
             )
-        if not all(0 <= token < self.target.vocab_size for token in (*request.prompt_ids, *request.output_ids)):
-            raise RequestError(f"The prompt has token ids outside the target's 0 to {self.target.vocab_size - 1}.")
-        if self.scheduler.knows(request.id):
+        ids, vocab = (*request.prompt_ids, *request.output_ids), self.target.vocab_size
+        if min(ids) < 0 or max(ids) >= vocab:
+            raise RequestError(f"The prompt has token ids outside the target's 0 to {vocab - 1}.")
+        check_bias(request.sampling, vocab)
+        if self.scheduler.find(request.id):
             raise RequestError(f"A request with the id {request.id!r} is still being answered: ids must differ.")
         if request.sampling.stop and self.tokenizer is None:
             raise RequestError("Stop strings need a tokenizer, and this engine has none: use stop_token_ids.")
-        self.scheduler.add(request)
+        self.scheduler.add(self._sequence(request))
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
-        """Reads one waiting prompt, or moves every running sequence on by one draft."""
-        batch = self.scheduler.schedule()
-        if batch.prefill:
-            return [self._prefill(request) for request in batch.prefill]
-        if not batch.decode:
-            assert self.idle, "requests wait, but no slot is free and nothing runs"
-            return []
-        drafts = self._propose(batch.decode)
-        output = self.runner.verify(batch.decode, drafts)
-        results = []
-        for row, (sequence, draft) in enumerate(zip(batch.decode, drafts, strict=True)):
-            nodes = slice(len(draft.parents))
-            states = None if output.states is None else output.states[row, nodes]
-            results.append(self._accept(sequence, draft, output.logits[row, nodes], states))
-        return results
+        """Reads pieces of new prompts, and moves every running sequence on by one draft."""
+        plan = self.scheduler.schedule()
+        self.runner.arrange(plan.moves)
+        outputs = [output for chunk in plan.chunks if (output := self._read(chunk)) is not None]
+        if plan.decode:
+            outputs += self._decode(self._batch(plan))
+        if self.idle:
+            self.scheduler.check()
+        return outputs
 
     def abort(self, request_id: str) -> None:
         """Drops a request, waiting or running; unknown ids are none of our business any more."""
-        self.scheduler.drop_waiting(request_id)
-        for sequence in [s for s in self.scheduler.running if s.request.id == request_id]:
-            self.scheduler.finish(sequence)
+        if (sequence := self.scheduler.find(request_id)) is not None:
+            sequence.finish_reason = "abort"
+            self.scheduler.finish(sequence, sequence.length)
 
     def stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
         """The tokens that end an answer."""
@@ -96,83 +116,176 @@ class Engine:
     def idle(self) -> bool:
         return self.scheduler.idle
 
-    def _prefill(self, request: Request) -> Output:
-        sequence = self._sequence(request)
-        self.scheduler.start(sequence)
-        root = chain([[*request.prompt_ids, *request.output_ids][-1]], device=self.target.device)
+    # Prompts
+
+    def _read(self, chunk: Chunk) -> Output | None:
+        """Reads a piece of a prompt; with the last one comes the first token of the answer."""
+        sequence = chunk.sequence
         try:
-            pending = self.runner.prefill(sequence)
-            logits = pending.output.logits[0]
-            tokens = self._choose(sequence, root, logits)
-        except EyasError as error:
+            logits = self.runner.read(sequence, chunk.count)
+            if sequence.length < len(sequence.ids):
+                return None
+            batch = self.runner.batch(sequence.slot, [sequence], [sequence.length], self.scheduler.length)
+            root = self.runner.roots(batch)
+            choice = choose(logits[None], batch.choosing, root)
+            ((token, finite),) = torch.stack((choice.tokens[:, 0], choice.finite[:, 0].long()), dim=1).tolist()
+        except Exception as error:
             return self._fail(sequence, error)
-        result = self._emit(sequence, Acceptance((0,), tuple(tokens.tolist())), logits)
-        if sequence.finish_reason is None:
-            self.runner.after_prefill(sequence, pending)
-        return result
+        if token < 0:
+            return self._fail(sequence, no_choice(bool(finite), sequence.output_index))
+        sequence.decoding = True
+        return self._emit(sequence, [token], logits, [0])
 
-    def _propose(self, sequences: list[Sequence]) -> list[Draft]:
-        """Drafts as deep as each sequence can still use; a root alone is plain decoding."""
-        drafts = {s.slot: chain([s.last_token], device=self.target.device) for s in sequences}
-        groups: dict[DraftShape, list[Sequence]] = {}
-        for sequence in sequences:
-            if self.runner.drafts_for(sequence) and (shape := limited(self.shape, sequence.room - 1)):
-                groups.setdefault(shape, []).append(sequence)
-        for shape, group in groups.items():
-            assert self.drafter is not None
-            drafts |= zip([s.slot for s in group], self.drafter.propose(group, shape), strict=True)
-        return list(drafts.values())
+    # Answers
 
-    def _accept(self, sequence: Sequence, draft: Draft, logits: torch.Tensor, states: torch.Tensor | None) -> Output:
+    def _batch(self, plan: Plan) -> Batch:
+        rows: list[Sequence | None] = [None] * plan.bucket
+        for sequence in plan.decode:
+            rows[sequence.slot] = sequence
+        starts = self.scheduler.starts(plan.bucket, self.scheduler.spare)
+        return self.runner.batch(0, rows, starts, plan.length)
+
+    def _decode(self, batch: Batch) -> list[Output]:
+        decision = self.policy.decide(self._view(batch))
         try:
-            acceptance = accept(draft, self._choose(sequence, draft, logits))
-        except EyasError as error:
-            return self._fail(sequence, error) if len(draft.parents) == 1 else self._again(sequence, draft)
-        result = self._emit(sequence, acceptance, logits)
-        sequence.stats.record(draft, acceptance, len(result.emitted))
-        self.runner.keep(sequence, acceptance, states)
-        return result
+            step = self._draft_and_verify(batch, decision)
+        except Exception as error:  # whose fault is it?
+            members = batch.members
+            if len(members) == 1 and decision.shape is None:
+                return [self._fail(members[0][1], error)]
+            return [self._alone(sequence) for _, sequence in members]
+        outputs = [self._take(batch, step, row, sequence) for row, sequence in batch.members]
+        self._observe(batch, decision, step)
+        self._follow(batch, decision)
+        return outputs
 
-    def _again(self, sequence: Sequence, broken: Draft) -> Output:
-        """This step without a draft: what broke it may be a token that plain decoding does not meet, or not yet."""
-        self.runner.drop_draft(sequence)
-        root = chain([sequence.last_token], device=self.target.device)
-        output = self.runner.verify([sequence], [root])
-        result = self._accept(sequence, root, output.logits[0], None if output.states is None else output.states[0])
-        sequence.stats.record(broken, Acceptance((0,), ()), len(result.emitted))  # verified, and nothing was accepted
-        return result
+    def _draft_and_verify(self, batch: Batch, decision: Decision) -> Step:
+        """One target pass, with or without a draft. Sequences know nothing of it yet: what raises here can be redone."""
+        times = [time.perf_counter()]
+        draft = self.runner.propose(batch, decision.shape) if decision.shape else self.runner.roots(batch)
+        times.append(time.perf_counter())
+        output = self.runner.verify(batch, draft)
+        times.append(time.perf_counter())
+        choice = choose(output.logits, batch.choosing, draft)
+        acceptance = accept(draft, choice.tokens)
+        self.runner.keep(batch, draft, acceptance, output.states)
+        finite = choice.finite.gather(1, acceptance.path.gather(1, acceptance.counts[:, None] - 1))
+        # one transfer for all that the host must know
+        facts = torch.cat((acceptance.counts[:, None], finite.long(), acceptance.tokens, acceptance.path), dim=1)
+        return Step(decision, facts.tolist(), output.logits, acceptance.tokens.shape[1], times)
 
-    def _choose(self, sequence: Sequence, draft: Draft, logits: torch.Tensor) -> torch.Tensor:
-        """The target's token [N] after each node of the draft."""
-        history = sequence.history.extended(path_tokens(draft)) if sequence.history else None
-        indices = [sequence.output_index + depth for depth in draft.depths]
-        return choose(logits, sequence.sampling, indices, history=history, stop_ids=sequence.stop_ids)
+    def _alone(self, sequence: Sequence) -> Output:
+        """One sequence by itself, plainly: what broke a step may be another sequence, or a token of a draft."""
+        try:
+            self.runner.drop_draft(sequence)
+            batch = self.runner.batch(sequence.slot, [sequence], [sequence.length], self.scheduler.length)
+            step = self._draft_and_verify(batch, Decision(None, "alone after a fault"))
+        except Exception as error:
+            return self._fail(sequence, error)
+        return self._take(batch, step, 0, sequence)
 
-    def _emit(self, sequence: Sequence, acceptance: Acceptance, logits: torch.Tensor) -> Output:
+    def _take(self, batch: Batch, step: Step, row: int, sequence: Sequence) -> Output:
+        """What a step made of one sequence."""
+        tokens, path, finite = step.of(row)
+        if tokens[-1] < 0:  # nothing can be chosen; plain decoding may not meet what broke a draft, or not yet
+            if step.decision.shape is None:
+                return self._fail(sequence, no_choice(finite, sequence.output_index))
+            return self._alone(sequence)
+        drafted = step.decision.shape is not None and sequence.follows
+        sequence.length += len(tokens)
+        sequence.pending += len(tokens) if sequence.follows else 0
+        output = self._emit(sequence, tokens, step.logits[row], path)
+        if drafted:
+            assert step.decision.shape is not None
+            shape = step.decision.shape
+            sequence.stats.record(shape.num_steps, shape.num_draft_tokens - 1, len(tokens) - 1, len(output.emitted))
+        return output
+
+    def _follow(self, batch: Batch, decision: Decision) -> None:
+        """After many plain steps the drafter reads what has piled up, or gives up those that it is behind with."""
+        behind = [s for _, s in batch.members if s.slot >= 0 and s.follows and s.pending >= CATCH_UP]
+        if not behind or decision.shape:
+            return
+        if decision.follow:
+            running = [s if s is not None and s.slot >= 0 else None for s in batch.rows]
+            self.runner.catch_up(self.runner.batch(batch.slot, running, batch.starts, batch.length))
+        else:
+            for sequence in behind:
+                sequence.follows, sequence.pending = False, 0
+
+    def _emit(self, sequence: Sequence, tokens: list[int], logits: torch.Tensor, path: list[int]) -> Output:
         """Appends tokens until the answer ends; what was accepted behind its end is dropped."""
-        reports = []
-        if (wanted := sequence.sampling.logprobs) is not None:
-            reports = logprobs(logits[list(acceptance.path)], torch.tensor(acceptance.tokens), wanted)
-        emitted = []
-        for i, token in enumerate(acceptance.tokens):
-            text = sequence.append(token)
-            own, top = reports[i] if reports else (None, [])
-            emitted.append(Emitted(token, text, i < len(acceptance.tokens) - 1, own, tuple(top)))
-            if sequence.finish_reason is not None:
-                break
-        return self._output(sequence, tuple(emitted))
+        try:
+            reports: Any = ()
+            if (wanted := sequence.sampling.logprobs) is not None:
+                reports = logprobs(logits[path], torch.tensor(tokens), wanted)
+            emitted, last = [], len(tokens) - 1
+            for i, token in enumerate(tokens):
+                text = sequence.append(token)
+                own, top = reports[i] if reports else (None, ())
+                emitted.append(Emitted(token, text, i < last, own, tuple(top)))
+                if sequence.finish_reason is not None:
+                    break
+            if sequence.finish_reason is None:
+                return Output(sequence.request.id, tuple(emitted))
+            tail = sequence.text.flush() if sequence.text else ""
+        except Exception as error:  # a tokenizer's, say
+            return self._fail(sequence, error)
+        self.scheduler.finish(sequence, min(sequence.length, len(sequence.ids)))
+        return Output(
+            sequence.request.id,
+            tuple(emitted),
+            sequence.finish_reason,
+            tail,
+            stats=sequence.stats,
+            cached_tokens=sequence.cached,
+        )
 
-    def _fail(self, sequence: Sequence, error: EyasError) -> Output:
+    def _fail(self, sequence: Sequence, error: Exception) -> Output:
+        """Ends one request; its slot is wiped, since it may hold NaN."""
+        if not isinstance(error, EyasError):
+            what = f"{type(error).__name__}: {error}"
+            error, cause = EyasError(f"The request failed while it was being answered ({what})."), error
+            error.__cause__ = cause
         sequence.finish_reason = "error"
-        self.runner.clear(sequence.slot)
-        return replace(self._output(sequence, ()), error=error)
+        slot = sequence.slot
+        self.scheduler.finish(sequence, 0)
+        self.runner.clear(slot)
+        return Output(
+            sequence.request.id, (), "error", sequence.text.flush() if sequence.text else "", error, sequence.stats
+        )
 
-    def _output(self, sequence: Sequence, emitted: tuple[Emitted, ...]) -> Output:
-        if sequence.finish_reason is None:
-            return Output(sequence.request.id, emitted)
-        self.scheduler.finish(sequence)
-        tail = sequence.text.flush() if sequence.text else ""
-        return Output(sequence.request.id, emitted, sequence.finish_reason, tail, stats=sequence.stats)
+    # What the policy sees
+
+    def _view(self, batch: Batch) -> BatchView:
+        members = [sequence for _, sequence in batch.members]
+        return BatchView(
+            sequences=len(members),
+            bucket=len(batch.rows),
+            length=batch.length,
+            drafted=sum(s.follows for s in members),
+            room=max(s.room for s in members),
+        )
+
+    def _observe(self, batch: Batch, decision: Decision, step: Step) -> None:
+        depth = decision.shape.num_steps if decision.shape else 0
+        hits = [step.facts[row][0] - 1 for row, _ in batch.members]
+        begin, proposed, verified = step.times
+        self.policy.observe(
+            StepReport(
+                decision,
+                B=len(batch.rows),
+                T=decision.shape.num_draft_tokens if decision.shape else 1,
+                S=batch.length,
+                propose_seconds=proposed - begin,
+                verify_seconds=verified - proposed,
+                rest_seconds=time.perf_counter() - verified,
+                draft_depth=depth,
+                reached=[sum(h >= d for h in hits) for d in range(depth)],
+                accepted=[sum(h > d for h in hits) for d in range(depth)],
+                emitted=sum(hits) + len(hits),
+            )
+        )
 
     def _sequence(self, request: Request) -> Sequence:
         sampling, vocab = request.sampling, self.target.vocab_size
@@ -183,23 +296,50 @@ class Engine:
         if text is not None:
             for count, token in enumerate(request.output_ids, start=1):
                 text.push(token, may_stop=count >= sampling.min_tokens)
-        stop_ids = self.stop_ids(sampling)
         return Sequence(
             request,
-            slot=self.scheduler.take_slot(),  # last: whatever fails before leaves the slot free
+            number=next(self._numbers),
             limit=self.context_length,
-            stop_ids=stop_ids,
+            stop_ids=self.stop_ids(sampling),
             text=text,
             history=history,
-            output_ids=list(request.output_ids),
+            image_key=image_key(request.images) if request.images else "",
         )
 
 
-def limited(shape: DraftShape, steps: int) -> DraftShape | None:
-    """``shape`` with at most ``steps`` steps; None where that is none."""
-    if steps >= shape.num_steps:
-        return shape
-    if steps < 1:
-        return None
-    most = DraftShape.most_tokens(steps, shape.eagle_topk)
-    return DraftShape(steps, shape.eagle_topk, min(shape.num_draft_tokens, most))
+@dataclass(frozen=True)
+class Step:
+    """What one target pass found, before any sequence took it."""
+
+    decision: Decision
+    facts: list[list[int]]  # [B][count, finite, tokens [P], path [P]]
+    logits: torch.Tensor  # [B, N, V]
+    width: int  # P
+    times: list[float]  # begin, drafted, verified
+
+    def of(self, row: int) -> tuple[list[int], list[int], bool]:
+        """The tokens of one sequence, the nodes they were chosen at, and whether the last one's logits are sound."""
+        count, finite, *rest = self.facts[row]
+        return rest[:count], rest[self.width : self.width + count], bool(finite)
+
+
+def spare_rows(shape: DraftShape) -> int:
+    """Rows behind a sequence for a draft: its nodes, all that the drafter tries for them, or a catching up."""
+    return max(shape.num_draft_tokens, drafted_rows(shape) + 1, CATCH_UP, shape.num_steps + 1)
+
+
+def rows_for(context_length: int, shape: DraftShape | None = None) -> int:
+    """Rows of KV that one request of a whole context takes."""
+    return length_bucket(context_length + spare_rows(shape or DraftShape()))
+
+
+def image_key(images: Mapping[str, Any]) -> str:
+    """The same for the same pixels and layout, and practically never for others."""
+    digest = hashlib.sha256()
+    for name in sorted(images):
+        value = images[name]
+        if not isinstance(value, torch.Tensor):  # what generate made of them: nothing to recognise them by
+            return uuid.uuid4().hex
+        digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+        digest.update(value.detach().cpu().flatten().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -5,19 +5,23 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from eyas.core import DraftShape, Request, RequestError, SamplingParams, UsageError
 from eyas.drafter.contract import Drafter
 from eyas.engine.engine import Engine
+from eyas.engine.memory import Memory, kv_rows
+from eyas.engine.policy import Auto, Fixed, Off, Policy, ladder
 from eyas.engine.sequence import Emitted, FinishReason, Output
 from eyas.engine.stats import AcceptanceStats
 from eyas.target.adapter import HFTarget
 from eyas.target.images import encode_chat
 
+Speculation = Literal["auto", "fixed", "off"]
+MAX_RUNNING = 32
 DEFAULT_CONTEXT = 8192  # KV is allocated up front; a longer context is for the asking
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids, or chat messages
@@ -62,6 +66,10 @@ class LLM:
         drafter: Drafter | None = None,
         shape: DraftShape | None = None,
         context_length: int | None = None,
+        speculation: Speculation = "auto",
+        max_running_requests: int = MAX_RUNNING,
+        chunked_prefill_size: int | None = None,
+        memory: Memory | None = None,
         name: str = "",
     ):
         self.target = model if isinstance(model, HFTarget) else HFTarget(model)
@@ -76,6 +84,10 @@ class LLM:
             context_length=self.context_length,
             tokenizer=tokenizer,
             eos_ids=eos_ids(self.target.model, tokenizer),
+            max_running_requests=max_running_requests,
+            kv_rows=kv_rows(self.target, drafter, self.context_length, shape, max_running_requests, memory),
+            chunked_prefill_size=chunked_prefill_size,
+            policy=policy_for(speculation, shape) if drafter else None,
         )
         self._ids = itertools.count()
         self._inboxes: dict[str, deque[Output]] = {}  # of the answers being read
@@ -150,6 +162,31 @@ class LLM:
             decode_seconds=end - first,
         )
 
+    def stream_all(self, requests: Iterable[Request]) -> Iterator[Output]:
+        """Answers all requests together and yields what comes of each as it comes, in no order but each one's own.
+
+        An output with an ``error`` ends its request and no other. Ids must differ.
+        """
+        requests = list(requests)
+        added: list[str] = []
+        try:
+            for request in requests:
+                self.engine.add(request)
+                added.append(request.id)
+                self._inboxes[request.id] = deque()
+            unfinished = set(added)
+            while unfinished:
+                self._step()
+                for id in added:
+                    while inbox := self._inboxes[id]:
+                        output = inbox.popleft()
+                        unfinished -= {id} if output.finish_reason else set()
+                        yield output
+        finally:
+            for id in added:
+                self.engine.abort(id)
+                del self._inboxes[id]
+
     def _run(self, request: Request) -> Iterator[Output]:
         self.engine.add(request)  # outside: what it refuses must not end another request of this id
         inbox = self._inboxes[request.id] = deque()
@@ -196,12 +233,14 @@ def load(
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
     drafter_layer_ids: Sequence[int] | None = None,
+    **serving: Any,
 ) -> LLM:
     """Loads a target, and a drafter for it, from a folder, a hub id, a GGUF file or the name ``smollm2``.
 
     ``drafter`` is a checkpoint in any of the three dialects, or ``untrained``: a random one of the usual shape, which
     shows that decoding is lossless and never that it is fast. Without one, decoding is plain. ``drafter_layer_ids``
-    are entry ids to listen to instead of the checkpoint's, where these follow the other convention.
+    are entry ids to listen to instead of the checkpoint's, where these follow the other convention. ``serving`` are
+    LLM's settings for many requests at once: speculation, max_running_requests, chunked_prefill_size, memory.
     Raises TargetError or CheckpointError, each saying what was found and what to do.
     """
     from eyas.drafter.inspect import check_drafter
@@ -226,6 +265,7 @@ def load(
         shape=shape,
         context_length=context_length,
         name=loaded.name,
+        **serving,
     )
 
 
@@ -247,6 +287,13 @@ def load_drafter_for(target: HFTarget, drafter: str | Path, layer_ids: Sequence[
         **place,
     )
     return Eagle3Drafter(model)
+
+
+def policy_for(speculation: Speculation, shape: DraftShape | None) -> Policy:
+    """``fixed`` drafts as told, ``auto`` as much as pays, ``off`` never."""
+    if speculation == "off":
+        return Off()
+    return Fixed(shape or DraftShape()) if speculation == "fixed" else Auto(ladder(shape or DraftShape()))
 
 
 def fit_context(wanted: int | None, most: int | None) -> int:

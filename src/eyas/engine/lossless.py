@@ -160,12 +160,14 @@ def borders(weights: torch.Tensor, sampling: SamplingParams, error: float) -> tu
 @torch.no_grad()
 def next_logits(target: HFTarget, request: Request, output_ids: list[int]) -> torch.Tensor:
     """float32 logits [1, V] after the request's prompt and ``output_ids``: read plainly, without any draft."""
-    cache = target.new_cache(1, len(request.prompt_ids) + len(output_ids))
+    cache = target.new_cache(len(request.prompt_ids) + len(output_ids))
     blocks = [torch.tensor([ids], device=target.device) for ids in (list(request.prompt_ids), output_ids) if ids]
     start = delta = 0
     for tokens in blocks:
         images = None if start else request.images
-        output = target.forward(Block(tokens, (0,), (start,), (delta,)), cache, last_only=True, images=images)
+        places, deltas = (torch.tensor([n], device=target.device) for n in (start, delta))
+        block = Block(tokens, 0, places, start + tokens.shape[1], deltas)
+        output = target.forward(block, cache, last_only=True, images=images)
         start, delta = start + tokens.shape[1], delta + output.rope_delta
     return output.logits[:, -1].float()
 

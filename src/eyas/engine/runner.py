@@ -9,133 +9,221 @@ from typing import Any
 
 import torch
 
-from eyas.core import Acceptance, Draft, RequestError
-from eyas.drafter.contract import Drafter, TrueStates
+from eyas.core import Acceptance, Draft, DraftShape, RequestError
+from eyas.drafter.contract import Drafter, Drafting, TrueStates
+from eyas.engine.scheduler import Copy, Layout
 from eyas.engine.sequence import Sequence
-from eyas.speculation.tree import ancestor_mask
+from eyas.speculation.sampling import Rows, rows_of
+from eyas.speculation.tree import ancestor_mask, chain
 from eyas.target.contract import Block, Eagle3Target, TargetOutput
 
-PREFILL_CHUNK = 512  # bounds a chunk's mask and logits; an image is never split
+
+NOBODYS = -2  # a draft token that no target chooses (-1 says that it could choose none)
 
 
 @dataclass(frozen=True)
-class Pending:
-    """The last chunk of a prompt: the drafter can have its states once the first token of the answer is known."""
+class Batch:
+    """Sequences in neighbouring slots, one row each; None where nobody decodes: computed along and ignored."""
 
-    start: int
-    tokens: torch.Tensor  # int64 [T]
-    output: TargetOutput
+    slot: int  # of the first row
+    rows: Many[Sequence | None]  # [B]
+    starts: Many[int]  # [B] rows of each slot that must not be written
+    length: int  # rows of a slot
+    choosing: Rows
+
+    @property
+    def members(self) -> list[tuple[int, Sequence]]:
+        return [(row, s) for row, s in enumerate(self.rows) if s is not None]
+
+
+def followed(batch: Batch) -> list[Sequence | None]:
+    """The sequences that the drafter follows, by row."""
+    return [s if s is not None and s.follows else None for s in batch.rows]
 
 
 class Runner:
-    def __init__(self, target: Eagle3Target, drafter: Drafter | None, slots: int, rows: int):
-        self.target, self.drafter = target, drafter
-        self.cache = target.new_cache(slots, rows)
+    def __init__(self, target: Eagle3Target, drafter: Drafter | None, rows: int, catch_up_most: int):
+        """``catch_up_most`` states of a sequence are kept for the drafter."""
+        self.target, self.drafter, self.catch_up_most = target, drafter, catch_up_most
+        self.cache = target.new_cache(rows)
+        self._pending: torch.Tensor | None = None  # [slots, catch_up_most + 1, states]; the last place takes what is void
         if drafter:
-            drafter.start(target, slots, rows)
+            drafter.start(target, rows)
 
-    def prefill(self, sequence: Sequence) -> Pending:
-        """Reads the prompt, and what was answered before, into the slot; the last logits are in ``output``."""
-        prompt, images = sequence.request.prompt_ids, sequence.request.images
-        ids = self._tensor([*prompt, *sequence.output_ids])
-        start, size = 0, len(prompt) if images else PREFILL_CHUNK
-        pending: Pending | None = None
-        while start < len(ids):
-            chunk = ids[start : start + size]
-            if pending:
-                self._feed(sequence, pending, chunk[:1])
-            block = Block(chunk[None], (sequence.slot,), (start,), (sequence.rope_delta,))
-            pending = Pending(start, chunk, self._read(sequence, block, images))
-            sequence.rope_delta += pending.output.rope_delta
-            start = sequence.length = start + len(chunk)
-            images, size = None, PREFILL_CHUNK  # what was answered before holds no image
-        assert pending is not None, "an empty prompt was let in"
-        return pending
+    # Where things are
 
-    def after_prefill(self, sequence: Sequence, pending: Pending) -> None:
-        """Completes the drafter's view of the prompt once the first token of the answer is known."""
-        self._feed(sequence, pending, self._tensor([sequence.last_token]))
-
-    def verify(self, sequences: Many[Sequence], drafts: Many[Draft]) -> TargetOutput:
-        """One target pass over all drafts, padded to the largest: row i of the result belongs to sequence i."""
-        sizes = [len(draft.parents) for draft in drafts]
-        count = max(sizes)
-        slots = tuple(s.slot for s in sequences)
-        starts = tuple(s.length for s in sequences)
-        deltas = tuple(s.rope_delta for s in sequences)
-        if len(drafts) == 1:
-            tokens = drafts[0].tokens[None]
-        else:
-            # padded with the root: masked all the same, but another token's keys and values might be NaN
-            rows = [torch.cat([d.tokens, d.tokens[:1].expand(count - len(d.tokens))]) for d in drafts]
-            tokens = torch.stack(rows)
-        if all(max(draft.depths) == count - 1 for draft in drafts):  # chains of one length: causal
-            return self._forward(sequences, Block(tokens, slots, starts, deltas))
-        depths = torch.zeros(len(drafts), count, dtype=torch.long)  # padding stays at a place that surely exists
-        ancestors = torch.eye(count, dtype=torch.bool).repeat(len(drafts), 1, 1)
-        for row, (draft, size) in enumerate(zip(drafts, sizes, strict=True)):
-            depths[row, :size] = torch.tensor(draft.depths)
-            ancestors[row, :size, :size] = ancestor_mask(draft.parents)
-        device = tokens.device
-        block = Block(tokens, slots, starts, deltas, depths.to(device), ancestors.to(device))
-        return self._forward(sequences, block)
-
-    def keep(self, sequence: Sequence, acceptance: Acceptance, states: torch.Tensor | None) -> None:
-        """Keeps the accepted path in the target's cache and redoes its tokens in the drafter with their true states.
-
-        ``states`` [N, len(layer_ids) * H] belong to the draft's nodes; None where there is no drafter.
-        """
-        start, path = sequence.length, acceptance.path
-        self.cache.keep(sequence.slot, start, path)
-        sequence.length += len(path)
-        if self.drafter and self.drafts_for(sequence):
-            assert states is not None
-            straight = path[-1] == len(path) - 1
-            kept = states[: len(path)] if straight else states[self._tensor(path)]
-            self.drafter.extend(sequence, TrueStates(start, kept, self._tensor(acceptance.tokens)))
-
-    def drafts_for(self, sequence: Sequence) -> bool:
-        """Whether the drafter follows this sequence. One that was decoded plainly cannot be drafted for half-way."""
-        return self.drafter is not None and sequence.request.speculate and sequence.finish_reason is None
-
-    def drop_draft(self, sequence: Sequence) -> None:
-        """Wipes what a draft left in the target's cache, which may be NaN."""
-        self.cache.clear(sequence.slot, sequence.length)
+    def arrange(self, moves: Many[Layout | Copy]) -> None:
+        """Carries out what the scheduler decided, in both caches."""
+        for move in moves:
+            if isinstance(move, Layout):
+                self._lay_out(move)
+            else:
+                self.cache.copy(move.source, move.dest, move.rows)
+                if self.drafter:
+                    self.drafter.copy(move.source, move.dest, move.rows)
+                if self._pending is not None:
+                    self._pending[move.dest] = self._pending[move.source]
 
     def clear(self, slot: int) -> None:
         """Wipes a slot that may hold NaN: a masked row still takes part as 0 * its value."""
         self.cache.clear(slot)
+        if self._pending is not None:
+            self._pending[slot] = 0
         if self.drafter:
             self.drafter.clear(slot)
 
-    def _forward(self, sequences: Many[Sequence], block: Block, **how: Any) -> TargetOutput:
-        """States are captured for sequences that the drafter follows: plain decoding does not pay for them."""
-        follows = self.drafter is not None and any(self.drafts_for(s) for s in sequences)
-        self.target.set_eagle3_layers_to_capture(self.drafter.layer_ids if self.drafter and follows else None)
-        return self.target.forward(block, self.cache, **how)
+    def drop_draft(self, sequence: Sequence) -> None:
+        """Wipes what a draft left behind a sequence, which may be NaN."""
+        self.cache.clear(sequence.slot, start=sequence.length)
 
-    def _read(self, sequence: Sequence, block: Block, images: Mapping[str, Any] | None) -> TargetOutput:
+    def _lay_out(self, layout: Layout) -> None:
+        self.cache.layout(layout.slots, layout.length)
+        if self.drafter:
+            self.drafter.layout(layout.slots, layout.length)
+            before = self._pending
+            width = len(self.drafter.layer_ids) * self.target.hidden_size
+            self._pending = torch.zeros(
+                layout.slots, self.catch_up_most + 1, width, dtype=self.target.dtype, device=self.target.device
+            )
+            if before is not None:
+                kept = min(len(before), layout.slots)
+                self._pending[:kept] = before[:kept]
+
+    # Reading prompts
+
+    def read(self, sequence: Sequence, count: int) -> torch.Tensor:
+        """Reads ``count`` more tokens of a sequence into its slot; the logits [1, V] behind the last one."""
+        start, request = sequence.length, sequence.request
+        images = request.images if start == 0 else None
+        ids = self._tensor(sequence.ids[start : start + count])
+        block = Block(
+            ids[None],
+            sequence.slot,
+            self._tensor([start]),
+            min(start + count, self.cache.length),
+            self._tensor([sequence.rope_delta]) if sequence.rope_delta else None,
+        )
+        output = self._read(block, images, capture=sequence.follows)
+        sequence.rope_delta += output.rope_delta
+        sequence.length = start + count
+        if sequence.follows:
+            self._feed(sequence, start, ids, output)
+        return output.logits[0]
+
+    def _read(self, block: Block, images: Mapping[str, Any] | None, capture: bool) -> TargetOutput:
         try:
-            return self._forward([sequence], block, last_only=True, images=images)
+            return self._forward(block, capture, last_only=True, images=images)
         except (ValueError, RuntimeError, IndexError, TypeError) as error:
             if not images or isinstance(error, torch.OutOfMemoryError):
                 raise
             what = f"{type(error).__name__}: {error}"
             raise RequestError(f"The target cannot read this prompt with these images ({what}).") from error
 
-    def _feed(self, sequence: Sequence, pending: Pending, following: torch.Tensor) -> None:
-        if not self.drafter or not self.drafts_for(sequence):
-            return
-        output = pending.output
-        assert output.states is not None
-        tokens = torch.cat([pending.tokens[1:], following])
-        if output.embeds is None:
-            true = TrueStates(pending.start, output.states[0], tokens)
-        else:  # the drafter sees images as the target does; the token after the prompt is never one
-            image_mask = self.target.image_positions(pending.tokens[None], output.embeds)[0].roll(-1)
-            image_mask[-1] = False
-            true = TrueStates(pending.start, output.states[0], tokens, image_mask, output.embeds[0].roll(-1, 0))
-        self.drafter.extend(sequence, true)
+    def _feed(self, sequence: Sequence, start: int, ids: torch.Tensor, output: TargetOutput) -> None:
+        """The drafter reads the states whose following token is known; the last one may have to wait for it."""
+        assert self.drafter is not None and self._pending is not None and output.states is not None
+        following = sequence.ids[start + 1 : start + len(ids) + 1]
+        states, known = output.states, len(following)
+        if known:
+            image_mask = embeds = None
+            if output.embeds is not None:  # the drafter sees images as the target does
+                image_mask = self.target.image_positions(ids[None], output.embeds)[:, 1:]
+                embeds = output.embeds[:, 1:]
+                if known == len(ids):  # what follows an image prompt is no image
+                    image_mask = torch.nn.functional.pad(image_mask, (0, 1))
+                    embeds = torch.nn.functional.pad(embeds, (0, 0, 0, 1))
+            counts, starts = self._tensor([known]), self._tensor([start])
+            tokens = self._tensor(following)[None]
+            self.drafter.extend(
+                TrueStates(
+                    sequence.slot, starts, counts, states[:, :known], tokens, start + known, image_mask, embeds
+                )
+            )
+        if known < len(ids):
+            self._pending[sequence.slot, 0] = states[0, -1]
+            sequence.pending = 1
 
-    def _tensor(self, ids: Many[int]) -> torch.Tensor:
-        return torch.tensor(ids, dtype=torch.long, device=self.target.device)
+    # Decoding
+
+    def batch(self, slot: int, rows: Many[Sequence | None], starts: Many[int], length: int) -> Batch:
+        return Batch(slot, rows, starts, length, rows_of(rows, self.target.device))
+
+    def catch_up(self, batch: Batch) -> None:
+        """The drafter reads the states that wait for it, of all sequences that it follows."""
+        assert self.drafter is not None and self._pending is not None
+        sequences = followed(batch)
+        counts = [s.pending if s else 0 for s in sequences]
+        width = next(n for n in (1, 2, 4, 6, 8, 12, 16, self.catch_up_most) if n >= max(counts))
+        tokens = [s.ids[s.length - s.pending + 1 : s.length + 1] if s else [] for s in sequences]
+        covered = [s.length - s.pending if s else start for s, start in zip(sequences, batch.starts, strict=True)]
+        self.drafter.extend(
+            TrueStates(
+                batch.slot,
+                self._tensor(covered),
+                self._tensor(counts),
+                self._pending[batch.slot : batch.slot + len(batch.rows), :width],
+                self._tensor([t + [0] * (width - len(t)) for t in tokens]),
+                batch.length,
+            )
+        )
+        for sequence in sequences:
+            if sequence:
+                sequence.pending = 0
+
+    def propose(self, batch: Batch, shape: DraftShape) -> Draft:
+        """Lets the drafter catch up and draft. Sequences that it does not follow get nodes that are never accepted."""
+        assert self.drafter is not None
+        self.catch_up(batch)
+        sequences = followed(batch)
+        lengths, roots = self._tensor(batch.starts), self._roots(batch)
+        draft = self.drafter.propose(Drafting(sequences, lengths, roots, batch.choosing, batch.length), shape)
+        if alone := [row for row, s in batch.members if not s.follows]:
+            tokens = draft.tokens.clone()
+            tokens[alone, 1:] = NOBODYS
+            return Draft(tokens, draft.parents, draft.depths)
+        return draft
+
+    def roots(self, batch: Batch) -> Draft:
+        """No draft: plain decoding."""
+        return chain(self._roots(batch)[:, None])
+
+    def verify(self, batch: Batch, draft: Draft) -> TargetOutput:
+        """One target pass over all drafts."""
+        deltas = [s.rope_delta if s else 0 for s in batch.rows]
+        block = Block(
+            draft.tokens.clamp(min=0),
+            batch.slot,
+            self._tensor(batch.starts),
+            batch.length,
+            self._tensor(deltas) if any(deltas) else None,
+            draft.depths,
+            None if draft.parents is None else ancestor_mask(draft),
+        )
+        return self._forward(block, capture=any(s is not None and s.follows for s in batch.rows))
+
+    def keep(self, batch: Batch, draft: Draft, acceptance: Acceptance, states: torch.Tensor | None) -> None:
+        """Keeps the accepted paths in the target's cache, and their states for the drafter."""
+        if draft.parents is not None:
+            self.cache.keep(batch.slot, self._tensor(batch.starts), acceptance.path)
+        if states is None or self._pending is None:
+            return
+        pending = [s.pending if s and s.follows else 0 for s in batch.rows]
+        path = acceptance.path
+        if draft.parents is not None:
+            states = states.gather(1, path[:, :, None].expand(-1, -1, states.shape[-1]))
+        place = (self._tensor(pending)[:, None] + torch.arange(states.shape[1], device=states.device)).clamp(
+            max=self.catch_up_most
+        )
+        slots = torch.arange(batch.slot, batch.slot + len(batch.rows), device=states.device)[:, None]
+        self._pending[slots, place] = states
+
+    def _roots(self, batch: Batch) -> torch.Tensor:
+        return self._tensor([s.ids[-1] if s else 0 for s in batch.rows])
+
+    def _forward(self, block: Block, capture: bool, **how: Any) -> TargetOutput:
+        """States are captured where the drafter follows: plain decoding does not pay for them."""
+        self.target.set_eagle3_layers_to_capture(self.drafter.layer_ids if self.drafter and capture else None)
+        return self.target.forward(block, self.cache, **how)
+
+    def _tensor(self, values: Many[Any]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self.target.device)

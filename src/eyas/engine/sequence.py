@@ -1,4 +1,4 @@
-"""One request while it runs: the only place that knows how far it is."""
+"""One request while it is being answered: the only place that knows how far it is."""
 
 from __future__ import annotations
 
@@ -34,42 +34,60 @@ class Output:
     tail: str = ""  # text that became certain only because the answer ended
     error: EyasError | None = None
     stats: AcceptanceStats | None = None  # with the last output
+    cached_tokens: int = 0  # with the last output: tokens of the prompt that were there already
 
     @property
     def text(self) -> str:
         return "".join(token.text for token in self.emitted) + self.tail
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
-    """A request's tokens and where its keys and values are. ``length`` counts those in the target's cache."""
+    """A request's tokens, and how many of them target and drafter have read.
+
+    ``ids`` are prompt and answer. The target's cache holds the first ``length`` of them: all, while the prompt is read;
+    all but the last one, the root of the next draft, while the answer is made.
+    """
 
     request: Request
-    slot: int
+    number: int  # in order of arrival
     limit: int  # prompt and answer together may not be longer
     stop_ids: tuple[int, ...]  # tokens that end the answer
     text: TextStream | None
     history: TokenHistory | None
-    length: int = 0
-    rope_delta: int = 0
+    image_key: str = ""  # what its images are, where it has any
+    ids: list[int] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)
+    slot: int = -1  # -1: waiting
+    decoding: bool = False  # the prompt is read
+    length: int = 0
+    follows: bool = False  # the drafter has read, or can catch up with, all that the target has
+    pending: int = 0  # of ``length``, how many the drafter has yet to read
+    rope_delta: int = 0
+    cached: int = 0  # tokens of the prompt that were there already
     finish_reason: FinishReason | None = None
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)
+
+    def __post_init__(self) -> None:
+        self.output_ids = list(self.request.output_ids)
+        self.ids = [*self.request.prompt_ids, *self.output_ids]
 
     @property
     def sampling(self) -> SamplingParams:
         return self.request.sampling
 
     @property
-    def last_token(self) -> int:
-        return self.output_ids[-1]
-
-    @property
     def output_index(self) -> int:
         return len(self.output_ids)
 
+    def leave(self) -> None:
+        """Out of its slot: whatever is read again starts from nothing."""
+        self.slot, self.length, self.pending, self.rope_delta = -1, 0, 0, 0
+        self.follows = self.decoding = False
+
     def append(self, token: int) -> str:
         """Takes one more token of the answer, decides whether the answer ends with it, and returns its text."""
+        self.ids.append(token)
         self.output_ids.append(token)
         if self.history is not None:
             self.history = self.history.with_output([token])
@@ -87,5 +105,4 @@ class Sequence:
     @property
     def room(self) -> int:
         """How many more tokens the answer may have."""
-        made = len(self.output_ids)
-        return min(self.sampling.max_tokens - made, self.limit - len(self.request.prompt_ids) - made)
+        return min(self.sampling.max_tokens - len(self.output_ids), self.limit - len(self.ids))

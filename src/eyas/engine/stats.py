@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from eyas.core import Acceptance, Draft
-
 
 @dataclass
 class AcceptanceStats:
@@ -17,19 +15,22 @@ class AcceptanceStats:
     reached: list[int] = field(default_factory=list)  # [depth]: steps whose draft was still alive at this position
     accepted: list[int] = field(default_factory=list)  # [depth]: and whose token there was accepted
 
-    def record(self, draft: Draft, acceptance: Acceptance, emitted: int) -> None:
-        """``emitted`` of the accepted tokens are counted: the answer may end inside the run."""
-        deepest = max(draft.depths)
-        if deepest == 0:
+    def record(self, depth: int, drafted: int, hits: int, emitted: int) -> None:
+        """One verify step: ``drafted`` tokens, up to ``depth`` deep, of which ``hits`` in a row were accepted.
+
+        ``emitted`` tokens were taken: the answer may end inside the run, and what is behind its end does not count.
+        """
+        if depth == 0:
             return
         self.steps += 1
-        self.drafted += len(draft.depths) - 1
+        self.drafted += drafted
         self.emitted += emitted
-        hits = min(emitted, len(acceptance.path) - 1)
-        judged = hits + (emitted > hits)  # the bonus token says that the position after the last hit was a miss
-        for counts in (self.reached, self.accepted):
-            counts.extend([0] * (deepest - len(counts)))
-        for position in range(min(judged, deepest)):
+        hits = min(emitted, hits)
+        judged = min(hits + (emitted > hits), depth)  # the bonus token says that the position after the hits was a miss
+        if len(self.reached) < depth:
+            for counts in (self.reached, self.accepted):
+                counts.extend([0] * (depth - len(counts)))
+        for position in range(judged):
             self.reached[position] += 1
         for position in range(hits):
             self.accepted[position] += 1

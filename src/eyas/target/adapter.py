@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from eyas.core import EyasError, TargetError, UsageError
 from eyas.target import special
-from eyas.target.cache import LayerShape, ProbeCache, SlotCache
+from eyas.target.cache import LayerShape, ProbeCache, SlotCache, StepCache
 from eyas.target.contract import Block, TargetOutput
 from eyas.target.masks import MaskKinds
 
@@ -26,6 +29,18 @@ IMAGE_TOKENS = (
     "media_placeholder_token_id",
 )
 INNER_MODELS = ("language_model", "text_model", "model", "transformer", "decoder", "thinker", "llm", "gpt_neox")
+
+
+@dataclass
+class Noted:
+    """States by layer while a forward pass of ours runs; None in passes that others make with the model."""
+
+    states: dict[int, torch.Tensor] | None = None
+
+
+def remove(hooks: dict[int, RemovableHandle]) -> None:
+    while hooks:
+        hooks.popitem()[1].remove()
 
 
 class HFTarget:
@@ -49,9 +64,14 @@ class HFTarget:
         self.context_length = context_length(self.config)
         self.device = self._embed.weight.device
         self.dtype = self._embed.weight.dtype
+        # of tokens drafted beyond the context's end, which are never emitted: a table of positions ends there
+        self._last_position = (getattr(self.config, "max_position_embeddings", None) or 1 << 30) - 1
         self._masks = MaskKinds.from_config(self.config)
         self._cache_name, self._takes_logits_to_keep = forward_signature(model)
         self._layer_ids: tuple[int, ...] = ()
+        self._noted = Noted()
+        self._hooks: dict[int, RemovableHandle] = {}
+        weakref.finalize(self, remove, self._hooks)  # the model may live on
         self._shapes = self._probe()
         self._self_check()
 
@@ -67,6 +87,8 @@ class HFTarget:
                     f"so entry ids go from 0 to {self.num_layers} ({self.num_layers} is the last layer's output)."
                 )
         self._layer_ids = ids
+        for layer in {*ids, 0} - set(self._hooks):  # always the embeddings too: images need them
+            self._hooks[layer] = self._hook(layer)
 
     def get_embed_and_head(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(input embedding [V, H], output head [V, H]): the weights themselves, not copies."""
@@ -81,8 +103,13 @@ class HFTarget:
         for _, module, new in pairs:
             module.weight = nn.Parameter(new.to(module.weight), requires_grad=False)
 
-    def new_cache(self, slots: int, length: int) -> SlotCache:
-        return SlotCache(self._shapes, slots, length)
+    def new_cache(self, rows: int) -> SlotCache:
+        return SlotCache(self._shapes, rows)
+
+    @property
+    def row_nbytes(self) -> int:
+        """Keys and values of one token, in all layers."""
+        return sum(shape.nbytes for shape in self._shapes.values())
 
     @torch.no_grad()
     def forward(
@@ -90,39 +117,36 @@ class HFTarget:
     ) -> TargetOutput:
         """One pass over ``block``; its keys and values are in ``cache`` afterwards.
 
-        ``images`` needs an empty slot: a processor's tensors, or what ``generate`` makes of them (encoder outputs and
-        positions).
+        ``images`` (for a block at the start of a single slot) are a processor's tensors, or what ``generate`` makes of
+        them (encoder outputs and positions).
         """
-        count = block.tokens.shape[1]
-        cache.begin(block.slots, block.starts, count)
-        fresh = block.starts == (0,) and block.ancestors is None
-        if images and not fresh:
+        batch, count = block.tokens.shape
+        if images and (batch > 1 or bool(block.starts.any())):
             raise ValueError("images go with the first block of a single, empty slot")
-        starts = torch.tensor(block.starts, device=block.tokens.device)[:, None]
-        depths = torch.arange(count, device=starts.device) if block.depths is None else block.depths
-        places = starts + depths
-        inputs: dict[str, Any] = {"input_ids": block.tokens, self._cache_name: cache, "use_cache": True}
-        inputs |= self._placed(images or {})
-        if not images:  # with images, the model works out its own (multi-axis) positions, or they come with these
-            inputs["position_ids"] = places + torch.tensor(block.rope_deltas, device=starts.device)[:, None]
-        if not fresh:  # at the start of a slot the model builds its own masks, image blocks included
+        length = count if images else block.length
+        views = cache.views(block.slot, batch, length)
+        inputs: dict[str, Any] = {
+            "input_ids": block.tokens,
+            self._cache_name: StepCache(views, block.starts),
+            "use_cache": True,
+        }
+        depths = torch.arange(count, device=block.starts.device) if block.depths is None else block.depths
+        places = block.starts[:, None] + depths
+        if images:  # the model works out its own masks (image blocks) and multi-axis positions, or they come with these
+            inputs |= self._placed(images)
+            special.take_rope_delta(self.model)  # one that somebody else left behind would be taken for this image's
+        else:
             inputs["attention_mask"] = self._masks.build(block, self.dtype)
+            positions = places.clamp(max=self._last_position)  # before the deltas: behind a video they count further
+            inputs["position_ids"] = positions if block.rope_deltas is None else positions + block.rope_deltas[:, None]
         if self._takes_logits_to_keep:
             inputs["logits_to_keep"] = 1 if last_only else 0
-
-        if images:
-            special.take_rope_delta(self.model)  # one that somebody else left behind would be taken for this image's
-        wanted = {*self._layer_ids, 0} if images else self._layer_ids
-        with self._capture(wanted) as captured, special.llama4_temperature(self.layers, places):
-            logits = self._run(**inputs)
-        if skipped := [layer for layer in wanted if layer not in captured]:
-            raise TargetError(
-                f"{type(self.model).__name__} did not run layers {skipped} of the {self.num_layers} it has."
-            )
+        with special.llama4_temperature(self.layers, places):
+            logits, captured = self._captured_run(inputs)
         return TargetOutput(
             logits=logits[:, -1:] if last_only else logits,
             states=torch.cat([captured[i] for i in self._layer_ids], dim=-1) if self._layer_ids else None,
-            embeds=captured.get(0) if images else None,
+            embeds=captured[0] if images else None,
             rope_delta=special.rope_delta(self.model, images, count) if images else 0,
         )
 
@@ -145,28 +169,36 @@ class HFTarget:
         pixels = {k: v.to(self.dtype) for k, v in tensors.items() if k.startswith("pixel_values")}
         return tensors | pixels
 
-    @contextmanager
-    def _capture(self, layer_ids: Collection[int]) -> Iterator[dict[int, torch.Tensor]]:
-        """Fills a dict with the states entering these layers during one forward pass; id n leaves the last layer."""
+    def _hook(self, layer: int) -> RemovableHandle:
+        """Notes the state entering a layer during a forward pass of ours; id n leaves the last layer."""
+
+        noted = self._noted
+
+        def entering(_module: nn.Module, args: tuple, kwargs: dict) -> None:
+            if noted.states is not None:
+                noted.states[layer] = args[0] if args else kwargs["hidden_states"]
+
+        def leaving(_module: nn.Module, _args: tuple, output: Any) -> None:
+            if noted.states is not None:
+                noted.states[layer] = output[0] if isinstance(output, tuple) else output
+
+        if layer < self.num_layers:
+            return self.layers[layer].register_forward_pre_hook(entering, with_kwargs=True)
+        return self.layers[-1].register_forward_hook(leaving)
+
+    def _captured_run(self, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Logits and the states that the hooks noted. Raises TargetError for a layer that did not run."""
         captured: dict[int, torch.Tensor] = {}
-
-        def hook(layer: int) -> Any:
-            def entering(_module: nn.Module, args: tuple, kwargs: dict) -> None:
-                captured[layer] = args[0] if args else kwargs["hidden_states"]
-
-            def leaving(_module: nn.Module, _args: tuple, output: Any) -> None:
-                captured[layer] = output[0] if isinstance(output, tuple) else output
-
-            if layer < self.num_layers:
-                return self.layers[layer].register_forward_pre_hook(entering, with_kwargs=True)
-            return self.layers[-1].register_forward_hook(leaving)
-
-        handles = [hook(layer) for layer in layer_ids]
+        self._noted.states = captured
         try:
-            yield captured
+            logits = self._run(**inputs)
         finally:
-            for handle in handles:
-                handle.remove()
+            self._noted.states = None
+        if skipped := [layer for layer in self._layer_ids if layer not in captured]:
+            raise TargetError(
+                f"{type(self.model).__name__} did not run layers {skipped} of the {self.num_layers} it has."
+            )
+        return logits, captured
 
     def _run(self, **inputs: Any) -> torch.Tensor:
         with special.llama4_wrapper(self.model):
@@ -185,9 +217,11 @@ class HFTarget:
         """Raises TargetError unless the model gives its states, and decodes a tree as it reads a line by itself."""
         name, every = type(self.model).__name__, range(self.num_layers + 1)
         self.set_eagle3_layers_to_capture(every)
-        with self._explained("does not take a tree mask with positions of its own"), self._small_windows():
-            line, tree = self._line_and_tree()
-        self.set_eagle3_layers_to_capture(None)
+        try:
+            with self._explained("does not take a tree mask with positions of its own"), self._small_windows():
+                line, tree = self._line_and_tree()
+        finally:
+            remove(self._hooks)
         if not bool(line.isfinite().all()):
             raise TargetError(
                 f"{name} computes NaN or infinite logits: its weights are damaged, or {self.dtype} overflows."
@@ -200,6 +234,7 @@ class HFTarget:
                 f"{allowed} is allowed): it ignores the mask or the positions it is given, or uses them differently"
                 + (" (or it drops out: it is in training mode, call its eval())." if self.model.training else ".")
             )
+        self.set_eagle3_layers_to_capture(None)
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
@@ -214,12 +249,13 @@ class HFTarget:
     def _line_and_tree(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits of six tokens, twice: left to the model alone, and from a prefix, a tree and a token after it."""
         a, b, c, d, e, f, x = (i % self.vocab_size for i in (3, 7, 11, 5, 13, 17, 19))
-        cache = self.new_cache(1, 8)
+        cache = self.new_cache(8)
 
         def run(tokens: list[int], start: int, tree: tuple[list[int], list[list[int]]] | None = None) -> torch.Tensor:
             depths, ancestors = (torch.tensor([part], device=self.device) for part in tree) if tree else (None, None)
-            ids = torch.tensor([tokens], device=self.device)
-            out = self.forward(Block(ids, (0,), (start,), (0,), depths, ancestors), cache)
+            ids, starts = (torch.tensor(x, device=self.device) for x in ([tokens], [start]))
+            block = Block(ids, 0, starts, start + len(tokens), depths=depths, ancestors=ancestors)
+            out = self.forward(block, cache)
             self._check_states(out.states)
             return out.logits[0].float()
 
@@ -227,7 +263,7 @@ class HFTarget:
             line = self._run(input_ids=torch.tensor([[a, b, c, d, e, f]], device=self.device), use_cache=False)
         prefix = run([a, b, c], 0)
         tree = run([d, x, e], 3, ([0, 1, 1], [[True, False, False], [True, True, False], [True, False, True]]))
-        cache.keep(0, 3, [0, 2])
+        cache.keep(0, *(torch.tensor(x, device=self.device) for x in ([3], [[0, 2]])))
         return line[0].float(), torch.cat([prefix, tree[[0, 2]], run([f], 5)])
 
     def _check_states(self, states: torch.Tensor | None) -> None:

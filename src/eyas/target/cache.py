@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -22,88 +22,122 @@ class LayerShape:
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def nbytes(self) -> int:
+        """Of one token."""
+        return self.heads * (self.key_size + self.value_size) * self.dtype.itemsize
 
-class SlotCache(Cache):
-    """Keys and values of every layer, ``[slots, heads, length, size]``, behind transformers' ``Cache`` interface.
 
-    Layers of one shape share a tensor, so keeping an accepted path is one gather for all of them. Sliding windows and
-    chunks are the mask's business: a cache that drops old entries could not roll back.
+class SlotCache:
+    """Keys and values of every layer for a fixed number of rows, laid out as ``[slots, heads, length, size]``.
+
+    ``layout`` decides how many slots of which length the rows make, and may be called at any time: many short sequences
+    or few long ones share the same memory, and a batch is always a plain view. Layers of one shape share a tensor, so
+    keeping an accepted path is one gather for all of them. Sliding windows and chunks are the mask's business: a cache
+    that drops old entries could not roll back.
     """
 
-    def __init__(self, shapes: Mapping[int, LayerShape], slots: int, length: int):
-        super().__init__(layers=[])
-        self.slots, self.length = slots, length
-        self._pools: list[tuple[torch.Tensor, torch.Tensor]] = []  # ([layers, slots, heads, length, size], the same)
-        self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer
-        for shape in dict.fromkeys(shapes.values()):
-            layers = [layer for layer, s in shapes.items() if s == shape]
-            size = (len(layers), slots, shape.heads, length)
-            # zeros, not empty: a masked position still multiplies by 0, and 0 * NaN is NaN
-            keys = torch.zeros(*size, shape.key_size, dtype=shape.dtype, device=shape.device)
-            values = torch.zeros(*size, shape.value_size, dtype=shape.dtype, device=shape.device)
-            self._pools.append((keys, values))
-            self._views.update((layer, (keys[i], values[i])) for i, layer in enumerate(layers))
-        self._slots: tuple[int, ...] = ()
-        self._starts: tuple[int, ...] = ()
+    def __init__(self, shapes: Mapping[int, LayerShape], rows: int):
+        self.rows, self.slots, self.length = rows, 0, 0
+        self._kinds = {shape: [layer for layer, s in shapes.items() if s == shape] for shape in shapes.values()}
+        # zeros, not empty: a masked position still multiplies by 0, and 0 * NaN is NaN
+        self._memory = {
+            shape: tuple(
+                torch.zeros(len(layers), shape.heads * rows * size, dtype=shape.dtype, device=shape.device)
+                for size in (shape.key_size, shape.value_size)
+            )
+            for shape, layers in self._kinds.items()
+        }
+        self._pools: list[torch.Tensor] = []  # [layers, slots, heads, length, size], of keys and of values by turns
+        self.layout(1, rows)
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for pool in self._pools for t in pool)
+        return sum(memory.nbytes for pair in self._memory.values() for memory in pair)
 
-    def begin(self, slots: tuple[int, ...], starts: tuple[int, ...], count: int) -> None:
-        """The next forward pass appends ``count`` tokens to each of ``slots`` at row ``starts``."""
-        if max(starts) + count > self.length:
-            raise ValueError(f"{count} tokens at {max(starts)} do not fit a slot of {self.length}")
-        self._slots, self._starts = slots, starts
+    def layout(self, slots: int, length: int) -> None:
+        """From now on there are ``slots`` of ``length`` rows; what is in them stays, as far as it fits."""
+        if slots * length > self.rows:
+            raise ValueError(f"{slots} slots of {length} rows do not fit {self.rows} rows")
+        if (slots, length) == (self.slots, self.length):
+            return
+        pools = []
+        old = iter(self._pools)
+        kept, rows = min(slots, self.slots), min(length, self.length)
+        for shape, pair in self._memory.items():
+            for memory, size in zip(pair, (shape.key_size, shape.value_size), strict=True):
+                before = next(old, None)
+                numel = slots * shape.heads * length * size
+                after = memory[:, :numel].view(len(memory), slots, shape.heads, length, size)
+                if before is not None:
+                    for layer in range(len(memory)):  # one at a time: old and new share the memory
+                        after[layer, :kept, :, :rows] = before[layer, :kept, :, :rows].clone()
+                pools.append(after)
+        self._pools, self.slots, self.length = pools, slots, length
+
+    def views(self, slot: int, count: int, length: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """By layer: keys and values ``[count, heads, length, size]`` of neighbouring slots, to read and write."""
+        views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        pools = iter(self._pools)
+        for layers in self._kinds.values():
+            keys, values = (pool[:, slot : slot + count, :, :length] for pool in (next(pools), next(pools)))
+            views.update((layer, (keys[i], values[i])) for i, layer in enumerate(layers))
+        return views
+
+    def keep(self, slot: int, starts: torch.Tensor, path: torch.Tensor) -> None:
+        """Makes row ``starts[b] + path[b, i]`` of slot + b its row ``starts[b] + i``, all at once.
+
+        starts int64 [B]; path int64 [B, P]. What lies behind is free to be overwritten.
+        """
+        count = torch.arange(path.shape[1], device=path.device)
+        slots = torch.arange(slot, slot + len(path), device=path.device)[:, None]
+        for pool in self._pools:
+            moved = pool[:, slots, :, starts[:, None] + path]  # [B, P, layers, heads, size], advanced first
+            pool[:, slots, :, starts[:, None] + count] = moved
+
+    def copy(self, source: int, dest: int, rows: int) -> None:
+        """Makes the first ``rows`` rows of a slot those of another."""
+        for pool in self._pools:
+            pool[:, dest, :, :rows] = pool[:, source, :, :rows]
+
+    def clear(self, slot: int, count: int = 1, start: int = 0) -> None:
+        """Zeroes slots from row ``start`` on: they may hold NaN, which a masked row would still spread."""
+        for pool in self._pools:
+            pool[:, slot : slot + count, :, start:].zero_()
+
+
+class StepCache(Cache):
+    """What a forward pass sees of the slots: it writes the block's rows and reads all of the views."""
+
+    def __init__(self, views: Mapping[int, tuple[torch.Tensor, torch.Tensor]], starts: torch.Tensor):
+        super().__init__(layers=[])
+        self._views, self._starts = views, starts  # int64 [B]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes ``[B, heads, T, size]`` where ``begin`` said; returns all rows up to the longest sequence's end."""
-        count = key_states.shape[2]
+        """Writes ``[B, heads, T, size]`` at rows ``starts``, ``starts + 1``, ...; returns the whole views."""
         keys, values = self._views[layer_idx]
-        if len(self._slots) == 1:
-            slot, start = self._slots[0], self._starts[0]
-            end = start + count
-            keys[slot, :, start:end] = key_states[0]
-            values[slot, :, start:end] = value_states[0]
-            return keys[slot : slot + 1, :, :end], values[slot : slot + 1, :, :end]
-        slots = torch.tensor(self._slots, device=keys.device)
-        rows = torch.tensor(self._starts, device=keys.device)[:, None] + torch.arange(count, device=keys.device)
-        keys[slots[:, None], :, rows] = key_states.transpose(1, 2)
-        values[slots[:, None], :, rows] = value_states.transpose(1, 2)
-        end = max(self._starts) + count
-        return keys[slots, :, :end], values[slots, :, :end]
+        batch, _, count, _ = key_states.shape
+        slots = torch.arange(batch, device=keys.device)[:, None]
+        rows = self._starts[:, None] + torch.arange(count, device=keys.device)
+        keys[slots, :, rows] = key_states.transpose(1, 2)
+        values[slots, :, rows] = value_states.transpose(1, 2)
+        return keys, values
 
-    def keep(self, slot: int, start: int, rows: Sequence[int]) -> None:
-        """Makes ``start + rows[i]`` the row ``start + i``; what lies behind is free to be overwritten."""
-        if list(rows) == list(range(len(rows))):
-            return
-        for pool in self._pools:
-            for tensor in pool:
-                source = torch.tensor(rows, device=tensor.device) + start
-                tensor[:, slot, :, start : start + len(rows)] = tensor[:, slot].index_select(2, source)
-
-    def clear(self, slot: int, start: int = 0) -> None:
-        """Zeroes a slot from row ``start`` on: it may hold NaN, which a masked row would still spread."""
-        for pool in self._pools:
-            for tensor in pool:
-                tensor[:, slot, :, start:].zero_()
-
-    # What transformers' mask builders ask of a cache. They run only for a block at the start of a single slot.
+    # What transformers' mask builders ask of a cache. They run only for a block with images, at the start of a slot.
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._starts[0] if self._starts else 0
+        return 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self.get_seq_length(layer_idx)
+        return 0
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        count = query_length if isinstance(query_length, int) else query_length.shape[0]
-        return self.get_seq_length(layer_idx) + count, 0
+        return (query_length if isinstance(query_length, int) else query_length.shape[0]), 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        return self.length
+        return next(iter(self._views.values()))[0].shape[2]
 
     @property
     def is_compileable(self) -> bool:
@@ -119,12 +153,11 @@ class SlotCache(Cache):
     get_conv_state = get_recurrent_state = has_previous_state = _cannot
 
 
-class ProbeCache(SlotCache):
+class ProbeCache(StepCache):
     """Records the shape of every layer's keys and values during one forward pass and stores nothing."""
 
     def __init__(self) -> None:
-        super().__init__({}, slots=1, length=1 << 20)
-        self.begin((0,), (0,), 1)
+        super().__init__({}, torch.zeros(1, dtype=torch.long))
         self.shapes: dict[int, LayerShape] = {}
 
     def update(
@@ -134,3 +167,6 @@ class ProbeCache(SlotCache):
             key_states.shape[1], key_states.shape[3], value_states.shape[3], key_states.dtype, key_states.device
         )
         return key_states, value_states
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return 1 << 20

@@ -14,16 +14,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Block:
-    """Tokens appended to some slots in one forward pass: a piece of a prompt, one token each, or a draft tree each.
+    """Tokens appended to B neighbouring slots in one forward pass: a piece of a prompt, one token each, or a tree each.
 
     A token's place in its sequence is ``starts + depths``; its row in the cache is ``starts`` + its index in the block.
     Both agree for a run of consecutive tokens and differ for a tree.
     """
 
     tokens: torch.Tensor  # int64 [B, T]
-    slots: tuple[int, ...]  # [B] cache slots
-    starts: tuple[int, ...]  # [B] tokens already in each slot
-    rope_deltas: tuple[int, ...]  # [B] added to positions (multi-axis RoPE after an image), 0 for text
+    slot: int  # the first of the slots: slot .. slot + B - 1
+    starts: torch.Tensor  # int64 [B] rows already in each slot
+    length: int  # rows to look at: at least every start + T, at most the slots' length
+    rope_deltas: torch.Tensor | None = None  # int64 [B], added to positions (multi-axis RoPE after an image)
     depths: torch.Tensor | None = None  # int64 [B, T]; None: 0, 1, ..., T-1
     ancestors: torch.Tensor | None = None  # bool [B, T, T], True where the column is the row or above it; None: causal
 
@@ -52,7 +53,7 @@ class Eagle3Target(Protocol):
 
     def set_embed_and_head(self, embed: torch.Tensor, head: torch.Tensor) -> None: ...
 
-    def new_cache(self, slots: int, length: int) -> SlotCache: ...
+    def new_cache(self, rows: int) -> SlotCache: ...
 
     def forward(
         self, block: Block, cache: SlotCache, *, last_only: bool = False, images: Mapping[str, Any] | None = None

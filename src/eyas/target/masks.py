@@ -50,12 +50,14 @@ class MaskKinds:
         return cls(kinds, window, chunk, additive=implementation == "eager")
 
     def build(self, block: Block, dtype: torch.dtype) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Masks ``[B, 1, T, S]`` with S = the longest start + T: one tensor, or one per kind where kinds are mixed."""
-        masks = {kind: self._one(kind, block, dtype) for kind in self.kinds}
+        """Masks ``[B, 1, T, S]``, S being the rows looked at: one tensor, or one per kind where kinds are mixed."""
+        seen, query, key = visible(block)
+        masks = {kind: self._one(kind, seen, query, key, dtype) for kind in self.kinds}
         return next(iter(masks.values())) if len(masks) == 1 else masks
 
-    def _one(self, kind: str, block: Block, dtype: torch.dtype) -> torch.Tensor:
-        seen, query, key = visible(block)
+    def _one(
+        self, kind: str, seen: torch.Tensor, query: torch.Tensor, key: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
         if kind == "sliding_attention":
             seen = seen & (key[:, None, :] > query[:, :, None] - self.window)
         elif kind == "chunked_attention":
@@ -70,18 +72,15 @@ def visible(block: Block) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Who may see whom, before windows: (bool [B, T, S], the queries' places [B, T], the keys' places [B, S])."""
     rows, count = block.tokens.shape
     device = block.tokens.device
-    starts = torch.tensor(block.starts, device=device)
+    starts = block.starts[:, None]
     index = torch.arange(count, device=device)
-    depths = index.expand(rows, count) if block.depths is None else block.depths
-    query = starts[:, None] + depths
-    columns = torch.arange(max(block.starts) + count, device=device).expand(rows, -1)
-    inner = columns - starts[:, None]  # the column's index in the block; negative: in the prefix; >= count: beyond
+    query = starts + (index if block.depths is None else block.depths)
+    columns = torch.arange(block.length, device=device).expand(rows, -1)
+    if block.ancestors is None:
+        return columns[:, None, :] <= query[:, :, None], query, columns
+    inner = columns - starts  # the column's index in the block; negative: in the prefix; >= count: beyond
     in_block = inner.clamp(0, count - 1)
     key = torch.where(inner < 0, columns, query.gather(1, in_block))
-    if block.ancestors is None:
-        seen = columns[:, None, :] <= query[:, :, None]
-    else:
-        tree = block.ancestors.gather(2, in_block[:, None, :].expand(rows, count, -1))
-        inside = (inner >= 0) & (inner < count)
-        seen = (inner < 0)[:, None, :] | (inside[:, None, :] & tree)
-    return seen, query, key
+    tree = block.ancestors.gather(2, in_block[:, None, :].expand(rows, count, -1))
+    inside = (inner >= 0) & (inner < count)
+    return (inner < 0)[:, None, :] | (inside[:, None, :] & tree), query, key

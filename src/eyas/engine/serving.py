@@ -1,0 +1,130 @@
+"""The engine for many callers at once: one thread steps it, coroutines add requests and hear of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from eyas.core import EyasError, Request
+from eyas.engine.llm import LLM
+from eyas.engine.sequence import Output
+
+Listener = Callable[[Output | EyasError], None]
+Command = Callable[[], None]
+
+
+class AsyncLLM:
+    """Serves an LLM, whose engine belongs to a thread of this object's from now on, until ``close``.
+
+    A caller who stops listening, by cancellation or by leaving the loop, frees its request's memory at once.
+    """
+
+    def __init__(self, llm: LLM):
+        self.llm = llm
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._listeners: dict[str, Listener] = {}  # touched by the engine's thread only
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="eyas-engine", daemon=True)
+        self._thread.start()
+
+    async def stream(self, request: Request) -> AsyncIterator[Output]:
+        """Yields what becomes of a request. Raises its error, or RequestError where it cannot be served."""
+        if self._closed:
+            raise EyasError("The engine is closed: no request can be answered any more.")
+        loop, inbox = asyncio.get_running_loop(), asyncio.Queue[Output | EyasError]()
+
+        def hear(news: Output | EyasError) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(inbox.put_nowait, news)
+
+        self._commands.put(lambda: self._add(request, hear))
+        try:
+            while True:
+                news = await inbox.get()
+                if isinstance(news, EyasError):
+                    raise news
+                if news.error is not None:
+                    raise news.error
+                yield news
+                if news.finish_reason is not None:
+                    return
+        finally:
+            self._commands.put(lambda: self._drop(request.id, hear))
+
+    async def call(self, function: Callable[[], Any]) -> Any:
+        """Runs something between two steps: whatever reads or changes the engine has to."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+
+        def run() -> None:
+            try:
+                result, error = function(), None
+            except Exception as caught:
+                result, error = None, caught
+            loop.call_soon_threadsafe(settle, future, result, error)
+
+        self._commands.put(run)
+        return await future
+
+    def close(self) -> None:
+        """Ends all requests with an error, and the thread."""
+        self._closed = True
+        self._commands.put(lambda: None)
+        self._thread.join()
+
+    # The engine's thread
+
+    def _run(self) -> None:
+        engine = self.llm.engine
+        while not self._closed:
+            self._obey(wait=engine.idle)
+            try:
+                outputs = [] if engine.idle else engine.step()
+            except Exception as error:  # a fault of the engine itself, which knows what it could not lay at any door
+                self._fail_all(EyasError(f"The engine failed ({type(error).__name__}: {error})."))
+                continue
+            for output in outputs:
+                if (listener := self._listeners.get(output.request_id)) is not None:
+                    listener(output)
+                    if output.finish_reason is not None:
+                        del self._listeners[output.request_id]
+        self._fail_all(EyasError("The engine was closed before the answer was complete."))
+
+    def _obey(self, wait: bool) -> None:
+        try:
+            while True:
+                self._commands.get(block=wait)()
+                wait = False
+        except queue.Empty:
+            pass
+
+    def _add(self, request: Request, hear: Listener) -> None:
+        try:
+            self.llm.engine.add(request)
+        except EyasError as error:
+            hear(error)
+        else:
+            self._listeners[request.id] = hear
+
+    def _drop(self, request_id: str, hear: Listener) -> None:
+        if self._listeners.get(request_id) is hear:  # another request of this id may be there by now
+            del self._listeners[request_id]
+            self.llm.engine.abort(request_id)
+
+    def _fail_all(self, error: EyasError) -> None:
+        for request_id, listener in list(self._listeners.items()):
+            self.llm.engine.abort(request_id)
+            listener(error)
+        self._listeners.clear()
+
+
+def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.cancelled():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
