@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from eyas.core import Draft, SamplingParams
-from eyas.speculation.sampling import choose, perturbed
+from eyas.speculation.sampling import perturbed
 from eyas.speculation.verify import rejection_accept
 
 
@@ -57,10 +57,10 @@ def measure(
 
 
 def _coupled(target: Tensor, drafter: Tensor, params: SamplingParams, k: int, samples: int) -> float:
+    """Each sample has an output index of its own, and so its own noise."""
     indices = torch.arange(samples)
-    chosen = choose(target.expand(samples, -1), params, indices)
-    children = perturbed(drafter.expand(samples, -1), params, indices).topk(k).indices
-    return float((children == chosen[:, None]).any(-1).double().mean())
+    chosen, children = (perturbed(x.expand(samples, -1), params, indices) for x in (target, drafter))
+    return float((children.topk(k).indices == chosen.argmax(-1)[:, None]).any(-1).double().mean())
 
 
 def _rejection(p: Tensor, q: Tensor, k: int, generator: torch.Generator) -> bool:
@@ -70,8 +70,8 @@ def _rejection(p: Tensor, q: Tensor, k: int, generator: torch.Generator) -> bool
         drafted[i + 1 :, children[i - 1]] = 0
     drafted /= drafted.sum(-1, keepdim=True)
     tokens = torch.cat((torch.tensor([0]), children))
-    draft = Draft(tokens, (-1, *[0] * k), (0, *[1] * k))
-    return len(rejection_accept(draft, p.expand(k + 1, -1), drafted, generator).path) > 1
+    draft = Draft(tokens[None], torch.tensor([[-1, *[0] * k]]), torch.tensor([[0, *[1] * k]]))
+    return int(rejection_accept(draft, p.expand(k + 1, -1), drafted, generator).counts) > 1
 
 
 def main() -> None:

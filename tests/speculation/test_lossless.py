@@ -35,15 +35,17 @@ TEXT = 7  # tokens compared for equality; the distribution is that of the first 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_speculation_changes_nothing_and_follows_the_target(name, shape):
+    # Two tokens for most seeds, a longer text for some: every roll-back and every budget of steps.
     pairs = []
-    for seed in range(SEEDS):
-        # Two tokens for most seeds, a longer text for some: every roll-back and every budget of steps.
-        length = TEXT if seed % 10 == 0 else 2
-        token_ids = REDUCED if seed % 3 == 0 else None
-        params = sampling(name, seed)
-        text, _ = speculate(TARGET, DRAFTER, params, SHAPES[shape], length, token_ids)
-        assert text == plain(TARGET, params, length)
-        pairs.append(text[:2])
+    for length, token_ids in ((2, None), (2, REDUCED), (TEXT, None), (TEXT, REDUCED)):
+        seeds = [
+            s for s in range(SEEDS) if (s % 10 == 0) == (length == TEXT) and (s % 3 == 0) == (token_ids is REDUCED)
+        ]
+        batch = [sampling(name, seed) for seed in seeds]
+        texts, _ = speculate(TARGET, DRAFTER, batch, SHAPES[shape], length, token_ids)
+        assert texts == [plain(TARGET, params, length) for params in batch]
+        pairs += [text[:2] for text in texts]
+    assert len(pairs) == SEEDS
     assert fit(joint_counts(pairs), joint(TARGET, sampling(name))) > FITS
 
 
@@ -52,12 +54,19 @@ def test_speculation_changes_nothing_and_follows_the_target(name, shape):
 def test_any_drafter_gives_the_same_text(shape, drafter):
     table = {"same": TARGET, "opposite": -TARGET, "unrelated": markov(8)}[drafter]
     for name in ("plain", "all"):
-        for seed in (0, 1, -1, 2**64 - 2, 10**40):
-            params = sampling(name, seed)
-            text, emitted = speculate(TARGET, table, params, SHAPES[shape], 20)
-            assert text == plain(TARGET, params, 20)
-            if drafter == "same" and shape == "chain":  # the target as its own drafter is never wrong
-                assert set(emitted) == {SHAPES[shape].num_steps + 1}
+        batch = [sampling(name, seed) for seed in (0, 1, -1, 2**64 - 2, 10**40)]
+        texts, emitted = speculate(TARGET, table, batch, SHAPES[shape], 20)
+        assert texts == [plain(TARGET, params, 20) for params in batch]
+        if drafter == "same" and shape == "chain":  # the target as its own drafter is never wrong
+            assert set(emitted) == {SHAPES[shape].num_steps + 1}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_batch_of_all_settings_gives_each_its_own_text(shape):
+    batch = [sampling(name, seed) for name in SETTINGS for seed in (3, 4)] + [SamplingParams()] * 2
+    texts, _ = speculate(TARGET, DRAFTER, batch, SHAPES[shape], 20)
+    assert texts == [plain(TARGET, params, 20) for params in batch]
+    assert len(set(map(tuple, texts))) > len(batch) / 2
 
 
 def test_greedy_is_the_same_with_penalties_on_the_path():
@@ -66,13 +75,14 @@ def test_greedy_is_the_same_with_penalties_on_the_path():
     assert len(set(text)) > 3
     for shape in SHAPES.values():
         for drafter in (TARGET, DRAFTER, markov(8)):
-            assert speculate(TARGET, drafter, params, shape, 40)[0] == text
+            assert speculate(TARGET, drafter, [params], shape, 40)[0] == [text]
 
 
 def test_the_test_sees_penalties_without_the_path():
     params = sampling("repetition", 3)
-    assert speculate(TARGET, DRAFTER, params, SHAPES["tree"], 40)[0] == plain(TARGET, params, 40)
-    assert speculate(TARGET, DRAFTER, params, SHAPES["tree"], 40, per_path=False)[0] != plain(TARGET, params, 40)
+    text = plain(TARGET, params, 40)
+    assert speculate(TARGET, DRAFTER, [params], SHAPES["tree"], 40)[0] == [text]
+    assert speculate(TARGET, DRAFTER, [params], SHAPES["tree"], 40, per_path=False)[0] != [text]
 
 
 def test_the_test_sees_noise_reused_across_output_indices(monkeypatch):
@@ -80,10 +90,19 @@ def test_the_test_sees_noise_reused_across_output_indices(monkeypatch):
     reused = mutant(noise.gumbel, "indices.to(token_ids.device)", "indices.to(token_ids.device).mul(0)")
     monkeypatch.setattr(sampling_module, "gumbel", reused)
     table = TARGET[:1].expand(VOCAB, -1).contiguous()
-    pairs = [speculate(table, table, sampling("plain", seed), SHAPES["chain"], 2)[0] for seed in range(SEEDS)]
+    batch = [sampling("plain", seed) for seed in range(SEEDS)]
+    pairs, _ = speculate(table, table, batch, SHAPES["chain"], 2)
     first = [sum(a == token for a, _ in pairs) for token in range(VOCAB)]
     assert fit(first, table[0].softmax(-1).tolist()) > FITS
     assert fit(joint_counts(pairs), joint(table, sampling("plain"))) < MISSES
+
+
+def test_the_test_sees_noise_shared_by_the_sequences_of_a_batch(monkeypatch):
+    """Each sequence's distribution is right: only together they are not."""
+    shared = mutant(noise.gumbel, "_signed(_GOLDEN) + bases", "_signed(_GOLDEN) + bases[:1]")
+    monkeypatch.setattr(sampling_module, "gumbel", shared)
+    pairs, _ = speculate(TARGET, DRAFTER, [sampling("plain", seed) for seed in range(SEEDS)], SHAPES["chain"], 2)
+    assert fit(joint_counts(pairs), joint(TARGET, sampling("plain"))) < MISSES
 
 
 def test_the_test_sees_noise_shared_by_all_tokens(monkeypatch):

@@ -37,6 +37,25 @@ def test_a_value_depends_on_seed_index_and_token_only():
     assert torch.equal(gumbel(7, torch.arange(0), TOKENS), full[:0])
 
 
+def test_each_row_may_have_its_own_seed():
+    seeds = (7, 2**64 - 1, 0, 10**40)
+    indices = torch.tensor([3, 0, 9, 3])
+    alone = [gumbel(seed, indices[row : row + 1], TOKENS) for row, seed in enumerate(seeds)]
+    assert torch.equal(gumbel(seeds, indices, TOKENS), torch.cat(alone))
+    assert torch.equal(
+        gumbel([7, 8], indices, TOKENS), torch.cat((gumbel(7, indices[:2], TOKENS), gumbel(8, indices[2:], TOKENS)))
+    )
+    with pytest.raises(RuntimeError):
+        gumbel((1, 2, 3), indices, TOKENS)
+
+
+def test_the_noise_of_a_release_is_that_of_the_next():
+    """Written down: texts of old seeds come again."""
+    values = gumbel((1, -5), torch.tensor([0, 1000]), torch.tensor([0, 49151]))
+    expected = [[3.20051, -0.818793], [0.5983159, 0.9804531]]
+    torch.testing.assert_close(values, torch.tensor(expected), rtol=1e-6, atol=1e-6)
+
+
 def test_inputs_are_left_alone():
     indices, tokens = torch.arange(3), torch.arange(5)
     gumbel(1, indices, tokens)

@@ -1,9 +1,9 @@
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from speculation.toys import FITS, MISSES, fit, joint_counts, markov, mutant
 
-from eyas.core import Acceptance, Draft
+from eyas.core import Draft
 from eyas.speculation import verify
 from eyas.speculation.tree import chain
 from eyas.speculation.verify import accept, rejection_accept
@@ -17,37 +17,82 @@ EXACT = [float(P[START, a] * P[a, b]) for a in range(VOCAB) for b in range(VOCAB
 
 @st.composite
 def drafts_and_choices(draw):
-    parents, depths = [-1], [0]
-    for node in range(draw(st.integers(0, 14))):
-        parents.append(draw(st.integers(0, node)))
-        depths.append(depths[parents[-1]] + 1)
-    token_lists = st.lists(st.integers(0, 2), min_size=len(parents), max_size=len(parents))
-    tokens, chosen = draw(token_lists), draw(token_lists)  # three tokens: duplicate siblings abound
-    return Draft(torch.tensor(tokens), tuple(parents), tuple(depths)), chosen
+    """A batch of one size: any trees, padding at the end, and places where the target could choose nothing."""
+    count = draw(st.integers(1, 15))
+    batch = draw(st.integers(1, 4))
+    parents = []
+    for _ in range(batch):
+        used = draw(st.integers(1, count))
+        parents.append([-1, *(draw(st.integers(0, node - 1)) for node in range(1, used)), *[-1] * (count - used)])
+    # three tokens: duplicate siblings abound
+    token_lists, choice_lists = (
+        st.lists(st.lists(st.sampled_from(ids), min_size=count, max_size=count), min_size=batch, max_size=batch)
+        for ids in ([0, 1, 2], [0, 0, 1, 1, 2, 2, -1])
+    )
+    return draw(token_lists), parents, draw(choice_lists)
 
 
+def walk(node, tokens, parents, chosen):
+    for child, parent in enumerate(parents):
+        if child and parent == node and tokens[child] == chosen[node]:
+            return [node, *walk(child, tokens, parents, chosen)]
+    return [node]
+
+
+def check(draft, tokens, parents, chosen):
+    """Against the walk from the root, sequence by sequence."""
+    acceptance = accept(draft, torch.tensor(chosen))
+    assert acceptance.path.shape == acceptance.tokens.shape == draft.tokens.shape
+    assert acceptance.counts.dtype == acceptance.path.dtype == acceptance.tokens.dtype == torch.int64
+    for row in range(len(tokens)):
+        path = walk(0, tokens[row], parents[row], chosen[row])
+        assert acceptance.counts[row] == len(path)
+        assert acceptance.path[row].tolist() == path + [0] * (len(tokens[row]) - len(path))
+        assert acceptance.tokens[row, : len(path)].tolist() == [chosen[row][node] for node in path]
+
+
+def depths_of(parents):
+    depths = []
+    for node, parent in enumerate(parents):
+        depths.append(depths[parent] + 1 if node and parent >= 0 else 0)
+    return depths
+
+
+@settings(deadline=None, max_examples=300)
 @given(drafts_and_choices())
 def test_accept_is_the_walk_from_the_root(case):
-    draft, chosen = case
-
-    def walk(node):
-        for child, parent in enumerate(draft.parents):
-            if parent == node and int(draft.tokens[child]) == chosen[node]:
-                return [node, *walk(child)]
-        return [node]
-
-    path = walk(0)
-    expected = Acceptance(tuple(path), tuple(chosen[node] for node in path))
-    assert accept(draft, chosen) == expected
-    assert accept(draft, torch.tensor(chosen)) == expected
+    tokens, parents, _ = case
+    depths = [depths_of(row) for row in parents]
+    draft = Draft(torch.tensor(tokens), torch.tensor(parents), torch.tensor(depths))
+    check(draft, *case)
 
 
-def test_accept_of_a_chain_and_of_the_root_alone():
-    draft = chain([9, 5, 6, 7])
-    assert accept(draft, [5, 6, 7, 8]) == Acceptance((0, 1, 2, 3), (5, 6, 7, 8))
-    assert accept(draft, [5, 1, 7, 8]) == Acceptance((0, 1), (5, 1))
-    assert accept(draft, [1, 6, 7, 8]) == Acceptance((0,), (1,))  # a later match is no match
-    assert accept(chain([9]), torch.tensor([3])) == Acceptance((0,), (3,))
+@settings(deadline=None, max_examples=100)
+@given(drafts_and_choices())
+def test_accept_of_chains_is_the_walk_from_the_root(case):
+    tokens, _, chosen = case
+    parents = [list(range(-1, len(row) - 1)) for row in tokens]
+    check(chain(torch.tensor(tokens)), tokens, parents, chosen)
+
+
+def test_accept_leaves_its_arguments_alone():
+    draft = Draft(torch.tensor([[9, 5, 5, 6]]), torch.tensor([[-1, 0, 0, 1]]), torch.tensor([[0, 1, 1, 2]]))
+    chosen = torch.tensor([[5, 6, 0, 7]])
+    accept(draft, chosen)
+    assert draft.tokens.tolist() == [[9, 5, 5, 6]] and draft.parents.tolist() == [[-1, 0, 0, 1]]
+    assert chosen.tolist() == [[5, 6, 0, 7]]
+
+
+def test_accept_by_hand():
+    acceptance = accept(
+        chain(torch.tensor([[9, 5, 6, 7]] * 4)), torch.tensor([[5, 6, 7, 8], [5, 1, 7, 8], [1, 6, 7, 8], [5, -1, 7, 8]])
+    )
+    assert acceptance.counts.tolist() == [4, 2, 1, 2]  # a later match is no match
+    assert acceptance.path.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0], [0, 0, 0, 0], [0, 1, 0, 0]]
+    emitted = [row[:n] for row, n in zip(acceptance.tokens.tolist(), acceptance.counts.tolist(), strict=True)]
+    assert emitted == [[5, 6, 7, 8], [5, 1], [1], [5, -1]]
+    root = accept(chain(torch.tensor([[9]])), torch.tensor([[3]]))
+    assert (root.counts.tolist(), root.path.tolist(), root.tokens.tolist()) == ([1], [[0]], [[3]])
 
 
 # The p/q reference. Each method drafts below START with its own generator and emits at least two tokens.
@@ -56,7 +101,7 @@ def test_accept_of_a_chain_and_of_the_root_alone():
 def chain_draft(draws):
     first = torch.multinomial(Q[START], 1, generator=draws)
     second = torch.multinomial(Q[first[0]], 1, generator=draws)
-    draft = chain(torch.cat((torch.tensor([START]), first, second)))
+    draft = chain(torch.cat((torch.tensor([START]), first, second))[None])
     return draft, torch.stack((Q[START], Q[START], Q[first[0]]))
 
 
@@ -67,14 +112,16 @@ def sibling_draft(draws, replacement):
         for i in (1, 2):
             drafted[i + 1 :, children[i - 1]] = 0
     tokens = torch.cat((torch.tensor([START]), children))
-    return Draft(tokens, (-1, 0, 0, 0), (0, 1, 1, 1)), drafted / drafted.sum(-1, keepdim=True)
+    return Draft(tokens[None], torch.tensor([[-1, 0, 0, 0]]), torch.tensor([[0, 1, 1, 1]])), drafted / drafted.sum(
+        -1, keepdim=True
+    )
 
 
 def top_k_draft(draws):
     """Two likeliest children, and the likeliest grandchild of each: no draws at all."""
     children = Q[START].topk(2).indices
     tokens = torch.cat((torch.tensor([START]), children, Q[children].argmax(-1)))
-    return Draft(tokens, (-1, 0, 0, 1, 2), (0, 1, 1, 2, 2)), None
+    return Draft(tokens[None], torch.tensor([[-1, 0, 0, 1, 2]]), torch.tensor([[0, 1, 1, 2, 2]])), None
 
 
 def pairs_emitted(make_draft, rule=rejection_accept, same_stream=False):
@@ -85,8 +132,8 @@ def pairs_emitted(make_draft, rule=rejection_accept, same_stream=False):
             draws.manual_seed(sample)
             verdicts.manual_seed(sample)
         draft, drafted = make_draft(draws)
-        acceptance = rule(draft, P[draft.tokens], drafted, verdicts)
-        tokens = [*acceptance.tokens]
+        acceptance = rule(draft, P[draft.tokens[0]], drafted, verdicts)
+        tokens = acceptance.tokens[0].tolist()
         accepted += len(tokens) - 1
         if len(tokens) == 1:
             tokens += torch.multinomial(P[tokens[0]], 1, generator=verdicts).tolist()
@@ -112,7 +159,7 @@ def test_rejection_emits_the_targets_distribution():
 
 
 def test_rejection_accepts_the_overlap():
-    _, accepted = pairs_emitted(lambda draws: (chain(chain_draft(draws)[0].tokens[:2]), Q[START].repeat(2, 1)))
+    _, accepted = pairs_emitted(lambda draws: (chain(chain_draft(draws)[0].tokens[:, :2]), Q[START].repeat(2, 1)))
     assert abs(accepted - torch.minimum(P[START], Q[START]).sum()) < 0.04
 
 
@@ -131,7 +178,7 @@ def test_the_test_sees_a_residual_without_subtraction():
 def test_the_test_sees_noise_shared_by_draft_and_acceptance():
     def inverse_draft(draws):
         token = int((torch.rand((), generator=draws) > Q[START].cumsum(-1)).sum())
-        return chain([START, token]), Q[START].repeat(2, 1)
+        return chain(torch.tensor([[START, token]])), Q[START].repeat(2, 1)
 
     assert rejection_fit(inverse_draft) > FITS
     assert rejection_fit(inverse_draft, same_stream=True) < MISSES
@@ -143,6 +190,6 @@ def test_the_test_sees_a_raw_q_for_a_processed_draft():
     def cold_draft(draws):
         cold = Q[START] ** 2 / (Q[START] ** 2).sum()
         token = torch.multinomial(cold, 1, generator=draws)
-        return chain(torch.cat((torch.tensor([START]), token))), Q[START].repeat(2, 1)
+        return chain(torch.cat((torch.tensor([START]), token))[None]), Q[START].repeat(2, 1)
 
     assert rejection_fit(cold_draft) < MISSES

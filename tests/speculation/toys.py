@@ -6,15 +6,16 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from scipy import stats
 from torch import Tensor
 
-from eyas.core import DraftShape, SamplingParams
-from eyas.speculation.sampling import TokenHistory, choose, needs_history, perturbed
-from eyas.speculation.tree import TreeBuilder, path_tokens
+from eyas.core import Draft, DraftShape, SamplingParams
+from eyas.speculation.sampling import Rows, TokenHistory, choose, draft_scores, needs_history, rows_of
+from eyas.speculation.tree import TreeBuilder, chain
 from eyas.speculation.verify import accept
 
 # Where ``fit`` puts a right distribution and a wrong one. With some fifty tests, one below 1e-3 is to be expected.
@@ -116,61 +117,73 @@ def fit(counts: Sequence[int], probabilities: Sequence[float]) -> float:
     return float(stats.chisquare(observed, expected_counts, sum_check=False).pvalue)
 
 
+@dataclass
+class Toy:
+    """A running sequence, as far as choosing is concerned."""
+
+    sampling: SamplingParams
+    output_index: int = 0
+    history: TokenHistory | None = None
+    stop_ids: tuple[int, ...] = STOP_IDS
+
+
+def toy(params: SamplingParams, output: Sequence[int], vocab: int = VOCAB) -> Toy:
+    """A sequence that answers PROMPT and has emitted ``output``."""
+    history = TokenHistory.from_tokens(PROMPT, output, vocab) if needs_history(params) else None
+    return Toy(params, len(output), history)
+
+
 def plain(table: Tensor, params: SamplingParams, count: int) -> list[int]:
-    """Plain decoding: one row per step."""
+    """Plain decoding: one sequence, one row per step."""
     output: list[int] = []
-    for index in range(count):
-        history = TokenHistory.from_tokens(PROMPT, output, len(table)) if needs_history(params) else None
-        row = table[[*PROMPT, *output][-1]][None]
-        output.append(int(choose(row, params, [index], history=history, stop_ids=STOP_IDS)))
+    for _ in range(count):
+        root = torch.tensor([[[*PROMPT, *output][-1]]])
+        output.append(int(choose(table[root], rows_of([toy(params, output, len(table))]), chain(root)).tokens))
     return output
 
 
 def speculate(
     table: Tensor,
     drafter: Tensor,
-    params: SamplingParams,
+    batch: Sequence[SamplingParams],
     shape: DraftShape,
     count: int,
     token_ids: Tensor | None = None,
     per_path: bool = True,
-) -> tuple[list[int], list[int]]:
-    """Speculative decoding; also returns the number of tokens each step emitted. ``per_path`` False plants a bug."""
-    output: list[int] = []
+) -> tuple[list[list[int]], list[int]]:
+    """Speculative decoding of a batch; also returns the number of tokens each step emitted, of all sequences.
+
+    A sequence that has its tokens leaves an idle row behind. ``per_path`` False plants a bug.
+    """
+    outputs: list[list[int]] = [[] for _ in batch]
     emitted: list[int] = []
-    while len(output) < count:
-        history = TokenHistory.from_tokens(PROMPT, output, len(table)) if needs_history(params) else None
-        draft = _draft(drafter, [*PROMPT, *output][-1], params, shape, len(output), history, token_ids)
-        nodes = history.extended(path_tokens(draft)) if history and per_path else history
-        indices = torch.tensor(draft.depths) + len(output)
-        acceptance = accept(draft, choose(table[draft.tokens], params, indices, history=nodes, stop_ids=STOP_IDS))
-        output += acceptance.tokens
-        emitted.append(len(acceptance.tokens))
-    return output[:count], emitted
+    while any(len(output) < count for output in outputs):
+        sequences = [
+            toy(params, output, len(table)) if len(output) < count else None
+            for params, output in zip(batch, outputs, strict=True)
+        ]
+        rows = rows_of(sequences)
+        roots = torch.tensor([[*PROMPT, *output][-1] for output in outputs])
+        draft = _draft(drafter, roots, rows, shape, token_ids)
+        judged = draft if per_path else Draft(torch.full_like(draft.tokens, -1), draft.parents, draft.depths)
+        choice = choose(table[draft.tokens], rows, judged)
+        assert choice.finite.all()
+        acceptance = accept(draft, choice.tokens)
+        for row, sequence in enumerate(sequences):
+            if sequence is not None:
+                outputs[row] += acceptance.tokens[row, : acceptance.counts[row]].tolist()
+                emitted.append(int(acceptance.counts[row]))
+    return [output[:count] for output in outputs], emitted
 
 
-def _draft(
-    drafter: Tensor,
-    root: int,
-    params: SamplingParams,
-    shape: DraftShape,
-    index: int,
-    history: TokenHistory | None,
-    token_ids: Tensor | None,
-) -> Any:
+def _draft(drafter: Tensor, roots: Tensor, rows: Rows, shape: DraftShape, token_ids: Tensor | None) -> Draft:
     columns = slice(None) if token_ids is None else token_ids
-    builder = TreeBuilder(shape, root)
-    tokens = torch.tensor([root])
+    builder = TreeBuilder(shape, roots)
+    tokens = roots[:, None]
     for depth in range(shape.num_steps):
-        scores = perturbed(
-            drafter[tokens][:, columns],
-            params,
-            [index + depth] * len(tokens),
-            token_ids=token_ids,
-            history=history.extended(builder.paths()) if history else None,
-            stop_ids=STOP_IDS,
-        )
-        tokens = builder.expand(scores.log_softmax(-1), token_ids).tokens
+        logits = drafter[tokens][..., columns]
+        scores = draft_scores(logits, rows, depth, token_ids=token_ids, paths=builder.paths())
+        tokens = builder.expand(scores, token_ids).tokens
     return builder.finish()
 
 

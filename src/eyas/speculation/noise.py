@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
 from torch import Tensor
 
 _MASK64 = (1 << 64) - 1
@@ -10,14 +14,14 @@ _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
 
 
-def gumbel(seed: int, indices: Tensor, token_ids: Tensor) -> Tensor:
-    """Standard Gumbel noise for every (output index, token) pair of one request.
+def gumbel(seeds: Sequence[int] | int, indices: Tensor, token_ids: Tensor) -> Tensor:
+    """Standard Gumbel noise for every (output index, token) pair.
 
-    Row i, column j depends on ``seed``, ``indices[i]`` and ``token_ids[j]`` only, to the bit: not on the shape, the
+    Row i, column j depends on its seed, ``indices[i]`` and ``token_ids[j]`` only, to the bit: not on the shape, the
     order or the other entries. That is what lets drafter and target, plain decoding and verification share it.
 
     Args:
-        seed: any Python int; taken modulo 2**64.
+        seeds: any Python ints; taken modulo 2**64. One for all rows, or n of them, each for N / n rows in succession.
         indices: int64 [N], output indices (0 is the first generated token).
         token_ids: int64 [V], target token ids; its device is the result's.
 
@@ -28,9 +32,9 @@ def gumbel(seed: int, indices: Tensor, token_ids: Tensor) -> Tensor:
     # at a hashed, so practically random, state, and the token id counts the steps. Hashing between the levels is what
     # keeps neighbouring seeds, indices and tokens unrelated; adding them up into one counter would make rows shifted
     # copies of each other.
-    base = _signed(_finalise_int(seed + _GOLDEN))
-    rows = _finalise_(indices.to(token_ids.device) * _signed(_GOLDEN) + base)
-    bits = _finalise_(rows[:, None] + token_ids * _signed(_GOLDEN))
+    bases = _bases((seeds,) if isinstance(seeds, int) else tuple(seeds), token_ids.device)
+    rows = _finalise_(indices.to(token_ids.device).reshape(len(bases), -1) * _signed(_GOLDEN) + bases)
+    bits = _finalise_(rows.reshape(-1, 1) + token_ids * _signed(_GOLDEN))
 
     # E = -log1p(-u) is exponential for uniform u, and -log(E) is Gumbel. float32 is enough because large noise, the
     # tail that lets unlikely tokens win, comes from u near 0, where floats are dense: u is made from a 53-bit integer
@@ -41,6 +45,12 @@ def gumbel(seed: int, indices: Tensor, token_ids: Tensor) -> Tensor:
     return u.log1p_().neg_().log_().neg_()
 
 
+@lru_cache(maxsize=256)
+def _bases(seeds: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64 [n, 1]. Kept, as the same sequences come again step after step, and a copy to a GPU would wait for it."""
+    return torch.tensor([_signed(_finalise_int(seed + _GOLDEN)) for seed in seeds], device=device)[:, None]
+
+
 def _finalise_(z: Tensor) -> Tensor:
     """splitmix64's finaliser, in place on int64: products wrap, a logical shift is an arithmetic one and a mask."""
     for shift, multiplier in ((30, _MIX1), (27, _MIX2)):
@@ -49,7 +59,7 @@ def _finalise_(z: Tensor) -> Tensor:
 
 
 def _finalise_int(z: int) -> int:
-    """The same on a Python int: one seed is not worth ten tensor operations."""
+    """The same on a Python int: a few seeds are not worth ten tensor operations."""
     z &= _MASK64
     z = ((z ^ (z >> 30)) * _MIX1) & _MASK64
     z = ((z ^ (z >> 27)) * _MIX2) & _MASK64

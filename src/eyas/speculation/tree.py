@@ -1,160 +1,181 @@
-"""Draft trees: growing one level by level while the drafter runs, and what verification needs of a finished one."""
+"""Draft trees: growing one level by level while the drafter runs, and what verification needs of a finished one.
+
+All of it is batched, B sequences at a time with the same shape, and none of it waits for the device.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from eyas.core import Draft, DraftShape
+from eyas.speculation.top import largest
 
 
 @dataclass(frozen=True)
 class Frontier:
-    """The nodes the drafter runs on next, best first. F is ``eagle_topk``, or less in a tiny vocabulary."""
+    """The nodes the drafter runs on next, best first. F is ``eagle_topk``, or less in a tiny vocabulary.
 
-    tokens: Tensor  # int64 [F], target token ids
-    rows: Tensor  # int64 [F], the row of the previous frontier (0: the root) whose state and KV path each one continues
-    scores: Tensor  # float32 [F], cumulative log-probability; -inf: a dead row, kept for its fixed shape, never a node
+    There may be dead ones among them, kept for the fixed shape: their tokens can be embedded but mean nothing.
+    """
+
+    tokens: Tensor  # int64 [B, F], target token ids
+    rows: Tensor  # int64 [B, F], the row of the previous frontier (0: the root) whose state and KV path it continues
 
 
 class TreeBuilder:
-    """Grows one draft with SGLang's numbers.
+    """Grows one draft for each of B sequences with SGLang's numbers.
 
     Every level expands the F frontier nodes by their F likeliest tokens each; all of these are candidates, and the F
     best by cumulative log-probability are the next frontier. ``finish`` keeps the best ``num_draft_tokens - 1``
-    candidates (EAGLE-2, Li et al. 2024). ``eagle_topk`` 1 is a chain.
+    candidates (EAGLE-2, Li et al. 2024). ``eagle_topk`` 1 is a chain: the best token after the best token, whatever its
+    probability, so that nothing needs to be normalised or sorted. Usage::
 
-    Nothing waits for the device before ``finish``. Usage::
-
-        builder = TreeBuilder(shape, root_token)
-        frontier = builder.expand(scores_after_root)             # [V'] or [1, V']
+        builder = TreeBuilder(shape, roots)                      # [B]
+        frontier = builder.expand(scores_after_root)             # [B, 1, V']
         for _ in range(shape.num_steps - 1):
-            frontier = builder.expand(drafter(frontier))         # [F, V']
+            frontier = builder.expand(drafter(frontier))         # [B, F, V']
         draft = builder.finish()
     """
 
-    def __init__(self, shape: DraftShape, root_token: int) -> None:
+    def __init__(self, shape: DraftShape, roots: Tensor) -> None:
+        """``roots`` is int64 [B], the last emitted tokens, on the device of the scores to come."""
         self.shape = shape
-        self.root_token = root_token
+        self.roots = roots
         self._frontiers: list[Frontier] = []
-        self._frontier_ids: Tensor | None = None  # int64 [F], the frontier as candidates
-        # The candidates of each level, flat. A candidate's id is its position in all levels' concatenation.
-        self._tokens: list[Tensor] = []
-        self._scores: list[Tensor] = []
-        self._parents: list[Tensor] = []  # candidate ids; -1: the root
-        self._count = 0
+        # Of trees only. Candidates are in creation order: a candidate's id is its place in all levels' concatenation.
+        self._levels: list[_Level] = []
+        self._frontier_ids = torch.full_like(roots, -1)[:, None]  # int64 [B, F], the frontier as candidates; -1: root
+        self._frontier_totals = torch.zeros(roots.shape, device=roots.device)[:, None]  # float32 [B, F]
 
     def expand(self, scores: Tensor, token_ids: Tensor | None = None) -> Frontier:
         """Add a level below the last frontier (at first: below the root).
 
         Args:
-            scores: float [F, V'] (or [V'] for one row), log_softmax of the perturbed draft log-weights, a row for each
-                frontier node. -inf and NaN never become nodes.
+            scores: float [B, F, V'], the perturbed draft log-weights after each frontier node. They need not be
+                normalised. In a tree -inf and NaN never become nodes; a chain takes what it gets, as a node that cannot
+                be accepted costs it nothing.
             token_ids: int64 [V'], the target ids of the columns. None: column = id.
 
         Returns:
             The next frontier.
         """
-        scores = scores.reshape(-1, scores.shape[-1])
-        best = scores.topk(min(self.shape.eagle_topk, scores.shape[1]))
-        tokens = best.indices if token_ids is None else token_ids[best.indices]
-        # A child must not score above its parent, whatever the caller's rounding: ``finish`` relies on it.
-        totals = best.values.float().nan_to_num(nan=-math.inf, neginf=-math.inf).clamp(max=0)
-        if self._frontiers:
-            totals = totals + self._frontiers[-1].scores[:, None]
-        return self._add_level(tokens, totals)
-
-    def paths(self) -> Tensor:
-        """int64 [F, depth]: the tokens from below the root to each frontier node, itself included (for penalties)."""
-        columns: list[Tensor] = []
-        rows: Tensor | slice = slice(None)
-        for frontier in reversed(self._frontiers):
-            columns.append(frontier.tokens[rows])
-            rows = frontier.rows[rows]
-        return torch.stack(columns[::-1], dim=1) if columns else torch.empty(1, 0, dtype=torch.int64)
-
-    def finish(self) -> Draft:
-        """The finished draft, on the scores' device (one wait for it); smaller than asked where candidates ran out.
-
-        Level order: parents precede children and depths never decrease.
-        """
-        if not self._tokens:
-            return chain([self.root_token])
-        # One transfer for all: float64 holds token ids, candidate ids and float32 scores exactly.
-        parts = [torch.cat(part).double() for part in (self._tokens, self._scores, self._parents)]
-        tokens, totals, parents = torch.stack(parts).tolist()
-        # Best first. The sort is stable and candidates are in creation order, so a tie goes to the older one. A parent
-        # is older than its child and scores at least as high: it sorts before it, and every prefix has its parents.
-        ranked = sorted((c for c, total in enumerate(totals) if total > -math.inf), key=lambda c: -totals[c])
-        chosen = sorted(ranked[: self.shape.num_draft_tokens - 1])
-        node = {-1: 0} | {candidate: i for i, candidate in enumerate(chosen, start=1)}
-        node_parents, depths = [-1], [0]
-        for candidate in chosen:
-            parent = node[int(parents[candidate])]
-            node_parents.append(parent)
-            depths.append(depths[parent] + 1)
-        ids = [self.root_token, *(int(tokens[candidate]) for candidate in chosen)]
-        return Draft(torch.tensor(ids, device=self._tokens[0].device), tuple(node_parents), tuple(depths))
-
-    def _add_level(self, tokens: Tensor, totals: Tensor) -> Frontier:
-        """tokens int64 [F, k], totals float32 [F, k]; F is 1 at the first level and k afterwards."""
-        rows, width = tokens.shape
-        tokens, totals = tokens.flatten(), totals.flatten()
-        if rows == 1:  # the first level, and all of a chain: the top-k is the frontier, as it is
-            order = torch.arange(width, device=tokens.device)
-            frontier = Frontier(tokens, torch.zeros_like(order), totals)
+        if self.shape.eagle_topk == 1:
+            columns = largest(scores)[1]
+            frontier = Frontier(columns if token_ids is None else token_ids[columns], torch.zeros_like(columns))
         else:
-            order = totals.sort(descending=True, stable=True).indices[:width]
-            frontier = Frontier(tokens[order], order // width, totals[order])
-        if self._frontier_ids is None:
-            parents = torch.full_like(tokens, -1)
-        else:
-            parents = self._frontier_ids.repeat_interleave(width)
-        self._tokens.append(tokens)
-        self._scores.append(totals)
-        self._parents.append(parents)
+            best = scores.topk(min(self.shape.eagle_topk, scores.shape[-1]))
+            # Never above 0, so that no child scores above its parent: ``finish`` relies on it.
+            logp = scores.log_softmax(-1, dtype=torch.float32).gather(-1, best.indices).clamp(max=0)
+            logp = logp.nan_to_num(nan=-math.inf, neginf=-math.inf)
+            tokens = best.indices if token_ids is None else token_ids[best.indices]
+            frontier = self._add_level(tokens, self._frontier_totals[..., None] + logp)
         self._frontiers.append(frontier)
-        self._frontier_ids = self._count + order
-        self._count += len(tokens)
         return frontier
 
+    def paths(self) -> Tensor:
+        """int64 [B, F, depth]: the tokens from below the root to each frontier node, itself included (for penalties).
 
-def chain(tokens: Sequence[int] | Tensor, device: torch.device | str | None = None) -> Draft:
-    """A draft without branches: ``tokens[0]`` is the root, each further token the child of the one before."""
-    ids = torch.as_tensor(tokens, dtype=torch.int64, device=device)
-    return Draft(ids, tuple(range(-1, len(ids) - 1)), tuple(range(len(ids))))
+        [B, 1, 0] before the first level.
+        """
+        if not self._frontiers:
+            return self.roots.new_empty(len(self.roots), 1, 0)
+        columns = []
+        rows = torch.arange(self._frontiers[-1].tokens.shape[1], device=self.roots.device).expand(len(self.roots), -1)
+        for frontier in reversed(self._frontiers):
+            columns.append(frontier.tokens.gather(1, rows))
+            rows = frontier.rows.gather(1, rows)
+        return torch.stack(columns[::-1], dim=-1)
+
+    def finish(self) -> Draft:
+        """The finished drafts, [B, N] with N = ``num_draft_tokens``, or less if the whole tree is smaller.
+
+        Nodes are in level order: parents precede children and depths never decrease. Where a sequence has fewer live
+        candidates the rest is padding: the root's token, without a parent, at depth 0.
+        """
+        if not self._levels:
+            return chain(torch.cat((self.roots[:, None], *(frontier.tokens for frontier in self._frontiers)), dim=1))
+        tokens, totals, parents, depths = (torch.cat(parts, dim=1) for parts in zip(*self._levels, strict=True))
+        batch, count = totals.shape
+        size = min(self.shape.num_draft_tokens - 1, count)
+        # Best first. The sort is stable and candidates are in creation order, so a tie goes to the older one. A parent
+        # is older than its child and scores at least as high: it sorts before it, and every prefix has its parents.
+        best = totals.sort(dim=1, descending=True, stable=True)
+        dead = best.values[:, :size] == -math.inf
+        chosen, _ = best.indices[:, :size].masked_fill(dead, count).sort(dim=1)  # in level order, the dead at the end
+        dead = chosen == count
+        chosen = chosen.masked_fill(dead, 0)
+        # From candidates to nodes; the root is candidate -1, here 0.
+        nodes = torch.arange(1, size + 1, device=tokens.device).expand(batch, -1)
+        node_of = torch.zeros(batch, count + 2, dtype=torch.int64, device=tokens.device)
+        node_of.scatter_(1, (chosen + 1).masked_fill(dead, count + 1), nodes)
+        node_parents = node_of.gather(1, parents.gather(1, chosen) + 1)
+        roots = self.roots[:, None]
+        return Draft(
+            torch.cat((roots, tokens.gather(1, chosen).where(~dead, roots)), dim=1),
+            torch.cat((torch.full_like(roots, -1), node_parents.masked_fill(dead, -1)), dim=1),
+            torch.cat((torch.zeros_like(roots), depths.gather(1, chosen).masked_fill(dead, 0)), dim=1),
+        )
+
+    def _add_level(self, tokens: Tensor, totals: Tensor) -> Frontier:
+        """tokens int64 and totals float32 [B, F, k]; F is 1 at the first level and k afterwards."""
+        width = tokens.shape[-1]
+        parents = self._frontier_ids.repeat_interleave(width, dim=1)
+        tokens, totals = tokens.flatten(1), totals.flatten(1)
+        count = sum(level.tokens.shape[1] for level in self._levels)
+        self._levels.append(_Level(tokens, totals, parents, torch.full_like(tokens, len(self._levels) + 1)))
+        order = totals.sort(dim=1, descending=True, stable=True).indices[:, :width]
+        self._frontier_ids = count + order
+        self._frontier_totals = totals.gather(1, order)
+        return Frontier(tokens.gather(1, order), order // width if len(self._levels) > 1 else torch.zeros_like(order))
 
 
-@lru_cache(maxsize=256)
-def ancestor_mask(parents: tuple[int, ...]) -> Tensor:
-    """bool [N, N] on the CPU, True where the column is the row's node itself or an ancestor of it.
+class _Level(NamedTuple):
+    """The C candidates of one level."""
 
-    The result is cached and shared (chains come again and again): do not write to it.
+    tokens: Tensor  # int64 [B, C]
+    totals: Tensor  # float32 [B, C], cumulative log-probability; -inf: dead, never a node
+    parents: Tensor  # int64 [B, C], candidate ids; -1: the root
+    depths: Tensor  # int64 [B, C]
+
+
+def chain(tokens: Tensor) -> Draft:
+    """Drafts without branches: int64 [B, N], first the root, each further token the child of the one before."""
+    return Draft(tokens)
+
+
+def ancestor_mask(draft: Draft) -> Tensor:
+    """bool [B, N, N], True where the column is the row's node itself or an ancestor of it.
+
+    On the draft's device. Padding descends from the root.
     """
-    mask = torch.zeros(len(parents), len(parents), dtype=torch.bool)
-    mask[:, 0] = True  # everyone descends from the root, so the paths' padding may point at it
-    return mask.scatter_(1, _path_nodes(parents), True)
+    batch, count = draft.tokens.shape
+    device = draft.tokens.device
+    if draft.parents is None:
+        return torch.ones(count, count, dtype=torch.bool, device=device).tril().expand(batch, -1, -1)
+    mask = torch.eye(count, dtype=torch.bool, device=device).expand(batch, -1, -1)
+    above = draft.parents.clamp(min=0)  # of the root and of padding: the root
+    # After r rounds a node knows its next 2**r - 1 ancestors, and ``above`` is the one behind these.
+    for _ in range((count - 1).bit_length()):
+        mask = mask | mask.gather(1, above[:, :, None].expand(-1, -1, count))
+        above = above.gather(1, above)
+    return mask
 
 
 def path_tokens(draft: Draft) -> Tensor:
-    """int64 [N, max depth] on the draft's device: the tokens from below the root to each node, itself included.
+    """int64 [B, N, N - 1] on the draft's device: the tokens from below the root to each node, itself included.
 
-    Padded with -1. The root is not in it: as the last emitted token it is already part of the output history.
+    Padded with -1. The root is not in it: as the last emitted token it is already part of the output history. Neither
+    is padding, whose path is empty.
     """
-    nodes = _path_nodes(draft.parents).to(draft.tokens.device)
-    return torch.where(nodes > 0, draft.tokens[nodes], -1)
-
-
-@lru_cache(maxsize=256)
-def _path_nodes(parents: tuple[int, ...]) -> Tensor:
-    """int64 [N, max depth]: the same as node indices, padded with 0."""
-    paths: list[list[int]] = [[]]
-    for node, parent in enumerate(parents[1:], start=1):
-        paths.append([*paths[parent], node])
-    depth = max(map(len, paths))
-    return torch.tensor([path + [0] * (depth - len(path)) for path in paths], dtype=torch.int64).view(len(paths), depth)
+    batch, count = draft.tokens.shape
+    depths = torch.arange(count, device=draft.tokens.device).expand(batch, -1) if draft.depths is None else draft.depths
+    # Each ancestor's token goes to the place of its depth; all the others' go behind the last place, and are cut off.
+    on_path = ancestor_mask(draft) & (depths > 0)[:, None]
+    places = (depths[:, None] - 1).where(on_path, count - 1)
+    paths = torch.full((batch, count, count), -1, device=draft.tokens.device)
+    return paths.scatter_(2, places, draft.tokens[:, None].expand(-1, count, -1))[..., : count - 1]

@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from eyas.core import Acceptance, Draft
 
 
-def accept(draft: Draft, chosen: Tensor | Sequence[int]) -> Acceptance:
-    """A draft token is accepted iff it *is* the token the target chose after its parent.
+def accept(draft: Draft, chosen: Tensor) -> Acceptance:
+    """A draft token is accepted iff it *is* the token the target chose after its parent; of equal siblings, the first.
 
     The target's choice (``sampling.choose``) is a function of the prefix and the seed, so what is emitted is what plain
-    decoding emits, whatever the draft. The last token emitted, the choice at the last accepted node, is the bonus.
+    decoding emits, whatever the draft. The last token emitted, the choice at the last accepted node, is the bonus: -1
+    if there the target could choose none. Does not wait for the device.
 
     Args:
-        draft: N nodes.
-        chosen: int64 [N], the target's token after each node.
+        draft: [B, N].
+        chosen: int64 [B, N], the target's token after each node.
+
+    Returns:
+        An acceptance with P = N.
     """
-    if isinstance(chosen, Tensor):
-        tokens, after = torch.stack((draft.tokens, chosen.to(draft.tokens.device))).tolist()  # one wait for the device
-    else:
-        tokens, after = draft.tokens.tolist(), list(chosen)
-    path, emitted = [0], [after[0]]
-    # One pass is a walk from the root: children come after their parents, and once a child is accepted its siblings (a
-    # duplicate included) no longer have the current node as parent.
-    for node in range(1, len(tokens)):
-        if draft.parents[node] == path[-1] and tokens[node] == emitted[-1]:
-            path.append(node)
-            emitted.append(after[node])
-    return Acceptance(tuple(path), tuple(emitted))
+    count = draft.tokens.shape[1]
+    nodes = torch.arange(count, device=chosen.device)
+    if draft.parents is None:
+        counts = 1 + (draft.tokens[:, 1:] == chosen[:, :-1]).cumprod(1).sum(1)
+        path = nodes.where(nodes < counts[:, None], 0)
+        return Acceptance(counts, path, chosen)
+    above = draft.parents.clamp(min=0)
+    agrees = (draft.tokens == chosen.gather(1, above)) & (draft.parents >= 0)
+    first = torch.full_like(above, count).scatter_reduce_(1, above, nodes.where(agrees, count), "amin")
+    accepted = first.gather(1, above) == nodes
+    accepted[:, 0] = True
+    # So far a node was asked about its parent only. After r rounds it has asked 2**r - 1 further nodes above.
+    for _ in range((count - 1).bit_length()):
+        accepted = accepted & accepted.gather(1, above)
+        above = above.gather(1, above)
+    # A node has at most one accepted child: the accepted nodes in their order are the path.
+    counts = accepted.sum(1)
+    path = nodes.where(accepted, count).sort(1).values
+    path = path.where(path < count, 0)
+    return Acceptance(counts, path, chosen.gather(1, path))
 
 
 def rejection_accept(draft: Draft, target: Tensor, drafted: Tensor | None, generator: torch.Generator) -> Acceptance:
@@ -45,21 +55,22 @@ def rejection_accept(draft: Draft, target: Tensor, drafted: Tensor | None, gener
       not replay the draws that made the draft.
 
     Args:
-        draft: N nodes; siblings are tried in node order.
+        draft: of one sequence, [1, N]; siblings are tried in node order.
         target: float [N, V], p after each node.
         drafted: float [N, V], row i the q that node i's *own* token was drawn from (row 0 is not used): for siblings
             drawn without replacement, q given the earlier ones. None: the children are deterministic (a top-k), q is a
             point mass on each; then a child is accepted with probability p(x), or struck from p.
         generator: on the probabilities' device.
     """
-    tokens = draft.tokens.tolist()
+    tokens = draft.tokens[0].tolist()
+    parents = range(-1, len(tokens) - 1) if draft.parents is None else draft.parents[0].tolist()
     path = [0]
     p = target[0] / target[0].sum()
     for node in range(1, len(tokens)):
-        if draft.parents[node] != path[-1]:
+        if parents[node] != path[-1]:
             continue
         x = tokens[node]
-        q = torch.zeros_like(p).index_fill_(0, draft.tokens[node], 1) if drafted is None else drafted[node]
+        q = torch.zeros_like(p).index_fill_(0, draft.tokens[0, node], 1) if drafted is None else drafted[node]
         if bool(torch.rand((), generator=generator, device=p.device) * q[x] < p[x]):
             path.append(node)
             p = target[node] / target[node].sum()
@@ -67,4 +78,5 @@ def rejection_accept(draft: Draft, target: Tensor, drafted: Tensor | None, gener
             p = (p - q).clamp(min=0)
             p = p / p.sum()
     bonus = int(torch.multinomial(p, 1, generator=generator))
-    return Acceptance(tuple(path), (*(tokens[node] for node in path[1:]), bonus))
+    emitted = [*(tokens[node] for node in path[1:]), bonus]
+    return Acceptance(*(torch.tensor([of_one]) for of_one in (len(path), path, emitted)))
