@@ -1,112 +1,200 @@
-"""EAGLE-3 at run time: the draft model with its own cache, growing chains and trees from the target's true states."""
+"""EAGLE-3 at run time: the draft model with its own cache, growing chains and trees from the target's true states.
+
+The arithmetic of ``follow`` and ``chain_tokens`` is functions from tensors to tensors, without a look at any value:
+nothing in them waits for the device, and both fit into one compiled graph.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 
 from eyas.core import Draft, DraftShape
-from eyas.drafter.contract import SequenceView, TrueStates
-from eyas.drafter.model import Eagle3Model
-from eyas.speculation.sampling import perturbed
-from eyas.speculation.tree import TreeBuilder
-from eyas.target.cache import LayerShape, SlotCache
-from eyas.target.contract import Block, Eagle3Target
-from eyas.target.masks import visible
+from eyas.drafter.contract import Drafting, TrueStates
+from eyas.drafter.model import DraftStates, Eagle3Model
+from eyas.speculation.sampling import Rows, draft_scores
+from eyas.speculation.top import largest
+from eyas.speculation.tree import Frontier, TreeBuilder, chain
+from eyas.target.cache import LayerShape, SlotCache, StepCache
+from eyas.target.contract import Eagle3Target
 
-
-@dataclass(frozen=True)
-class Tip:
-    """What the drafter last computed from true states alone: where every draft of this sequence starts."""
-
-    logits: torch.Tensor  # [1, draft vocabulary], for the token after the sequence's last one
-    hidden: torch.Tensor  # [1, H], stands in for the state the target has not computed yet
+Views = dict[int, tuple[torch.Tensor, torch.Tensor]]  # by layer: keys and values [B, kv_heads, S, head_dim], to write
+Choose = Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
+"""From logits [B, 1, D] and the tokens [B, 1] drafted so far to columns [B, 1] of the draft vocabulary."""
 
 
 class Eagle3Drafter:
     """Slot i of the drafter pairs the target's state at place i with the embedding of token i + 1, at position i.
 
-    So a sequence whose target cache holds P tokens has P true slots here, and its newest slot used the bonus token.
-    Draft-time slots are written behind them and overwritten by the next ``extend``.
+    So a sequence whose target cache holds P tokens has P true rows here, and its newest row used the bonus token.
+    Draft-time rows are written behind them and overwritten by the next ``extend``.
+
+    A sequence's tip is what the newest true row came to: every draft starts there. ``copy`` leaves tips alone, since a
+    copied prefix is always extended before it is drafted from.
     """
 
     def __init__(self, model: Eagle3Model):
         self.model = model
         self.layer_ids = model.aux_layer_ids
-        self._tips: dict[int, Tip] = {}
 
-    def start(self, target: Eagle3Target, slots: int, rows: int) -> None:
+    def start(self, target: Eagle3Target, rows: int) -> None:
         embed, head = target.get_embed_and_head()
         self.model.bind(embed, head)
         config = self.model.config
         kind = (self.model.dtype, self.model.device)
         shape = LayerShape(config.num_key_value_heads, config.head_dim, config.head_dim, *kind)
-        self.model.reserve_positions(rows)
-        self.cache = SlotCache(dict.fromkeys(range(config.num_hidden_layers), shape), slots, rows)
-        self._tips.clear()
+        self.model.reserve_positions(min(rows, target.context_length or config.max_position_embeddings))
+        self.cache = SlotCache(dict.fromkeys(range(config.num_hidden_layers), shape), rows)
+        self._tips = DraftStates(self._no_tips(1), self._no_tips(1))
 
-    def clear(self, slot: int) -> None:
-        self.cache.clear(slot)
+    def layout(self, slots: int, length: int) -> None:
+        self.cache.layout(slots, length)
+        kept = min(slots, len(self._tips.normed))
+        tips = DraftStates(self._no_tips(slots), self._no_tips(slots))
+        for tip, old in zip(tips, self._tips, strict=True):
+            tip[:kept] = old[:kept]
+        self._tips = tips
 
-    def extend(self, sequence: SequenceView, true: TrueStates) -> None:
-        count = len(true.tokens)
+    def copy(self, source: int, dest: int, rows: int) -> None:
+        self.cache.copy(source, dest, rows)
+
+    def clear(self, slot: int, count: int = 1) -> None:
+        self.cache.clear(slot, count)
+        for tip in self._tips:  # idle slots are drafted for too: a broken tip would break their rows anew
+            tip[slot : slot + count].zero_()
+
+    def extend(self, true: TrueStates) -> None:
         embeds = self.model.embed(true.tokens)
         if true.image_mask is not None and true.embeds is not None and true.embeds.shape == embeds.shape:
-            embeds = torch.where(true.image_mask[:, None], true.embeds.to(embeds.dtype), embeds)
-        hidden = self.model.fuse(true.states[None])
-        positions = torch.arange(true.start, true.start + count, device=embeds.device)[None]
-        mask = None
-        if count > 1:
-            mask = visible(Block(true.tokens[None], (sequence.slot,), (true.start,), (0,)))[0][:, None]
-        self.cache.begin((sequence.slot,), (true.start,), count)
-        out = self.model(embeds[None], hidden, positions, mask, self.cache)
-        self._tips[sequence.slot] = Tip(self.model.logits(out.normed[0, -1:]), out.next_hidden[0, -1:])
+            embeds = torch.where(true.image_mask[..., None], true.embeds.to(embeds.dtype), embeds)
+        views, tips = self._slots(true.slot, len(true.tokens), true.length)
+        newest = follow(self.model, views, tips, true.starts, true.counts, true.states, embeds)
+        for tip, new in zip(tips, newest, strict=True):
+            tip.copy_(new)
 
-    def propose(self, sequences: Sequence[SequenceView], shape: DraftShape) -> list[Draft]:
-        return [self._propose(sequence, shape) for sequence in sequences]
+    def propose(self, drafting: Drafting, shape: DraftShape) -> Draft:
+        views, tips = self._slots(0, len(drafting.roots), drafting.length)
+        if shape.eagle_topk > 1:
+            return self._tree(views, tips, drafting, shape)
+        tokens = chain_tokens(self.model, views, tips, drafting.lengths, shape.num_steps, self._choice(drafting.rows))
+        return chain(torch.cat([drafting.roots[:, None], tokens], dim=1))
 
-    def _propose(self, sequence: SequenceView, shape: DraftShape) -> Draft:
-        builder = TreeBuilder(shape, sequence.last_token)
-        tip = self._tips[sequence.slot]
-        hidden = tip.hidden
-        frontier = builder.expand(self._scores(sequence, builder, tip.logits), self.model.draft_to_target)
-        tree = torch.zeros(
-            1, 0, dtype=torch.bool, device=hidden.device
-        )  # [frontier, draft-time slots]: own path so far
+    def _slots(self, slot: int, count: int, length: int) -> tuple[Views, DraftStates]:
+        """What neighbouring slots hold, to read and write: their rows, and their tips [count, H]."""
+        self.model.reserve_positions(length)  # no place lies behind its row
+        here = slice(slot, slot + count)
+        tips = DraftStates(self._tips.next_hidden[here], self._tips.normed[here])
+        return self.cache.views(slot, count, length), tips
+
+    def _choice(self, rows: Rows) -> Choose:
+        """How these sequences choose: by the largest logit, where nothing else can change which that is."""
+        sampled = [g for g in rows.groups if not g.params.greedy or g.params.logit_bias or g.params.min_tokens]
+        if not sampled and not _any_history(rows):
+            return likeliest
+
+        def choose(logits: torch.Tensor, path: Sequence[torch.Tensor]) -> torch.Tensor:
+            paths = torch.stack([*path], dim=-1) if path and _any_history(rows) else None
+            scores = draft_scores(logits, rows, len(path), token_ids=self.model.draft_to_target, paths=paths)
+            return largest(scores)[1]
+
+        return choose
+
+    def _tree(self, views: Views, tips: DraftStates, drafting: Drafting, shape: DraftShape) -> Draft:
+        """Level by level: the frontier's F nodes in one pass, each seeing the true rows and its own path."""
+        model, lengths = self.model, drafting.lengths[:, None]
+        builder = TreeBuilder(shape, drafting.roots)
+        hidden, normed = (tip[:, None] for tip in tips)
+        frontier = self._expanded(builder, normed, drafting.rows, 0)
+        count = frontier.tokens.shape[1]
+        level = torch.arange(count, device=lengths.device)
+        seen = _columns(views) < lengths[..., None]  # [B, F, S]: the rows that each node of the frontier before sees
         for depth in range(1, shape.num_steps):
-            count = len(frontier.tokens)
-            start = sequence.length + tree.shape[1]
-            mask = None
-            if shape.eagle_topk > 1:
-                own = torch.eye(count, dtype=torch.bool, device=hidden.device)
-                tree = torch.cat([tree[frontier.rows], own], dim=1)
-                mask = torch.cat([tree.new_ones(count, sequence.length), tree], dim=1)[None, None]
-            else:  # a chain sees all that is before it
-                tree = tree.new_zeros(1, depth)
-            positions = torch.full((1, count), sequence.length - 1 + depth, device=hidden.device)
-            self.cache.begin((sequence.slot,), (start,), count)
-            embeds = self.model.embed(frontier.tokens)
-            out = self.model(embeds[None], hidden[frontier.rows][None], positions, mask, self.cache)
-            hidden = out.next_hidden[0]
-            scores = self._scores(sequence, builder, self.model.logits(out.normed[0]), depth)
-            frontier = builder.expand(scores, self.model.draft_to_target)
+            rows = lengths + (depth - 1) * count + level
+            seen = _picked(seen, frontier.rows).scatter(2, rows[..., None], True)
+            hidden, normed = model.run(
+                model.embed(frontier.tokens),
+                _picked(hidden, frontier.rows),
+                model.rotations(lengths - 1 + depth),
+                seen[:, None],
+                StepCache(views, rows[:, 0]),
+            )
+            frontier = self._expanded(builder, normed, drafting.rows, depth)
         return builder.finish()
 
-    def _scores(
-        self, sequence: SequenceView, builder: TreeBuilder, logits: torch.Tensor, depth: int = 0
-    ) -> torch.Tensor:
-        """Log-probability of each draft token being the one the target will choose, given the noise they share."""
-        history = sequence.history
-        if history is not None and depth:
-            history = history.extended(builder.paths())
-        weights = perturbed(
-            logits,
-            sequence.sampling,
-            [sequence.output_index + depth] * len(logits),
-            token_ids=self.model.draft_to_target,
-            history=history,
-            stop_ids=sequence.stop_ids,
-        )
-        return weights.log_softmax(-1)
+    def _expanded(self, builder: TreeBuilder, normed: torch.Tensor, rows: Rows, depth: int) -> Frontier:
+        """The next frontier, from the last one's ``normed`` [B, F, H]."""
+        paths, token_ids = builder.paths() if _any_history(rows) else None, self.model.draft_to_target
+        scores = draft_scores(self.model.logits(normed), rows, depth, token_ids=token_ids, paths=paths)
+        return builder.expand(scores, token_ids)
+
+    def _no_tips(self, slots: int) -> torch.Tensor:
+        with torch.inference_mode(False):  # they outlive the step that makes them, and may be cleared between steps
+            size = self.model.config.hidden_size
+            return torch.zeros(slots, size, dtype=self.model.dtype, device=self.model.device)
+
+
+def follow(
+    model: Eagle3Model,
+    views: Views,
+    tips: DraftStates,
+    starts: torch.Tensor,
+    counts: torch.Tensor,
+    states: torch.Tensor,
+    embeds: torch.Tensor,
+) -> DraftStates:
+    """Writes the rows of T true states into ``views``, whatever lies behind ``counts`` too; returns the new tips.
+
+    tips: [B, H] each, kept where there is nothing new. starts, counts: int64 [B]. states: [B, T, ...] as the target has
+    them. embeds: [B, T, H] of the tokens one place after.
+    """
+    index = torch.arange(embeds.shape[1], device=embeds.device)
+    places = starts[:, None] + index
+    padding = index >= counts[:, None]
+    hidden = model.fuse(states).masked_fill(padding[..., None], 0)  # a NaN there would stay in the cache
+    seen = _columns(views) <= places[..., None]
+    out = model.run(embeds, hidden, model.rotations(places), seen[:, None], StepCache(views, starts))
+    newest, anything = (counts - 1).clamp(min=0)[:, None], (counts > 0)[:, None]
+    pairs = zip(tips, out, strict=True)
+    return DraftStates(*(torch.where(anything, _picked(new, newest)[:, 0], old) for old, new in pairs))
+
+
+def chain_tokens(
+    model: Eagle3Model, views: Views, tips: DraftStates, lengths: torch.Tensor, steps: int, choose: Choose
+) -> torch.Tensor:
+    """int64 [B, steps]: the tokens drafted one after the other from tips [B, H] behind ``lengths`` int64 [B] true rows.
+
+    Writes ``steps - 1`` rows into ``views``.
+    """
+    hidden, normed = (tip[:, None] for tip in tips)
+    rows = lengths[:, None] + torch.arange(steps - 1, device=lengths.device)
+    seen = (_columns(views) <= rows[..., None])[:, None]  # [B, 1, steps - 1, S]
+    rope = model.rotations(rows)  # a chain's rows are its places
+    path: list[torch.Tensor] = []
+    for step in range(steps):
+        if step > 0:
+            now = slice(step - 1, step)
+            cache = StepCache(views, rows[:, step - 1])
+            hidden, normed = model.run(model.embed(path[-1]), hidden, rope[:, now], seen[:, :, now], cache)
+        path.append(model.draft_to_target[choose(model.logits(normed), path)])
+    return torch.cat(path, dim=1)
+
+
+def likeliest(logits: torch.Tensor, path: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The greedy ``Choose``: int64 [B, 1]."""
+    return largest(logits)[1]
+
+
+def _columns(views: Views) -> torch.Tensor:
+    """int64 [S]: the rows that are looked at."""
+    keys, _ = views[0]
+    return torch.arange(keys.shape[2], device=keys.device)
+
+
+def _picked(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """[B, F, X] of [B, T, X]: for each sequence the rows that ``index`` int64 [B, F] names."""
+    return values[torch.arange(len(values), device=values.device)[:, None], index]
+
+
+def _any_history(rows: Rows) -> bool:
+    return any(group.history is not None for group in rows.groups)

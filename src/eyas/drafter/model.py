@@ -207,7 +207,21 @@ class Eagle3Model(nn.Module):
         key s, S being the number of keys the cache returns (T without one). Without a mask the T slots are the last of
         S, in causal order.
         """
-        rope = self._rotations(position_ids)
+        count = self.config.max_position_embeddings if self._rope is None else len(self._rope)
+        if position_ids.device.type == "cpu" and count <= (last := int(position_ids.max())):
+            count = 2 * (last + 1)
+        self.reserve_positions(count)
+        return self.run(embeds, hidden, self.rotations(position_ids), mask, cache)
+
+    def run(
+        self,
+        embeds: torch.Tensor,
+        hidden: torch.Tensor,
+        rope: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> DraftStates:
+        """``forward`` on ``rotations``: for those who reserve positions and then want no look at their values."""
         for layer in self.layers:
             hidden = layer(embeds, hidden, rope, mask, cache)
         normed = self.norm(hidden)
@@ -223,18 +237,14 @@ class Eagle3Model(nn.Module):
         return F.linear(normed, weight)
 
     def reserve_positions(self, count: int) -> None:
-        """Makes positions below ``count`` ready. On a CPU this happens by itself; elsewhere call it beforehand."""
+        """Makes positions below ``count`` ready. ``forward`` does so by itself, but only on a CPU and at some cost."""
         table = self._rope
         if table is None or len(table) < count or table.dtype != self.dtype or table.device != self.device:
             self._rope = rotation_table(self.config, count).to(self.device, self.dtype)
 
-    def _rotations(self, position_ids: torch.Tensor) -> torch.Tensor:
-        """[B, T, 1, 2 * head_dim]: cosines, then sines with the sign of the half they meet."""
-        if self._rope is None or self._rope.dtype != self.dtype or self._rope.device != self.device:
-            self.reserve_positions(self.config.max_position_embeddings)
-        assert self._rope is not None
-        if position_ids.device.type == "cpu" and len(self._rope) <= (last := int(position_ids.max())):
-            self.reserve_positions(2 * (last + 1))
+    def rotations(self, position_ids: torch.Tensor) -> torch.Tensor:
+        """[B, T, 1, 2 * head_dim] for positions that were reserved: cosines, then sines with the sign of their half."""
+        assert self._rope is not None, "reserve_positions first"
         return F.embedding(position_ids, self._rope).unsqueeze(2)
 
     def _embedding(self) -> torch.Tensor:
