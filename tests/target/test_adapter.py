@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import random
 import re
-from dataclasses import dataclass, replace
+import weakref
+from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 import transformers
 import zoo
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from eyas.core import TargetError, UsageError
 from eyas.target.adapter import HFTarget
+from eyas.target.cache import SlotCache
 from eyas.target.contract import Block, TargetOutput
 from eyas.target.masks import MaskKinds
 
@@ -69,6 +75,17 @@ def assert_same(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
+def cache_of(target: HFTarget, slots: int, length: int) -> SlotCache:
+    cache_ = target.new_cache(slots * length)
+    cache_.layout(slots, length)
+    return cache_
+
+
+def block_of(ids: list[int], start: int = 0, **more: Any) -> Block:
+    """Tokens at a place in the first slot."""
+    return Block(torch.tensor([ids]), 0, torch.tensor([start]), start + len(ids), **more)
+
+
 # One pass after another, each compared with plain forwards
 
 
@@ -77,12 +94,9 @@ class Row:
     """One sequence in its slot: the tokens whose keys and values are there."""
 
     slot: int = 0
-    ids: list[int] | None = None
+    ids: list[int] = field(default_factory=list)
     images: zoo.Images | None = None
     rope_delta: int = 0
-
-    def __post_init__(self) -> None:
-        self.ids = self.ids or []
 
 
 Draft = tuple[list[int], list[int]]  # tokens, and each one's parent (-1: the root)
@@ -102,36 +116,65 @@ def path_to(node: int, parents: list[int]) -> list[int]:
 
 
 class Checked:
-    """A target whose every pass is compared, node by node, with plain forwards over the whole sequence."""
+    """A target whose every pass is compared, node by node, with plain forwards over the whole sequence.
+
+    And its cache with itself: a pass writes its own rows, and no other. ``rows`` of a pass sit in neighbouring slots.
+    """
 
     def __init__(self, name: str, slots: int = 1, length: int = 80):
         self.model, self.target = zoo.case(name).model, target_of(name)
-        self.cache = self.target.new_cache(slots, length)
+        self.cache = cache_of(self.target, slots, length)
+        self._beyond = itertools.cycle([0, 1, 13, length])  # rows to look at behind the longest sequence
 
     def read(self, row: Row, ids: list[int], images: zoo.Images | None = None) -> None:
         """A prompt, or a piece of one."""
-        out = self.target.forward(self._block([row], [line(ids)], tree=False), self.cache, images=images)
+        out = self._forward(self._block([row], [line(ids)], tree=False), images)
         row.images, row.rope_delta = images or row.images, row.rope_delta + out.rope_delta
         self._compare(row, line(ids), out, 0)
         row.ids += ids
 
-    def verify(self, rows: list[Row], drafts: list[Draft], tree: bool = True) -> None:
-        out = self.target.forward(self._block(rows, drafts, tree), self.cache)
+    def verify(self, rows: list[Row], drafts: list[Draft], tree: bool = True, idle: tuple[int, ...] = ()) -> None:
+        """``idle``: indices of rows whose results do not matter to anyone."""
+        out = self._forward(self._block(rows, drafts, tree))
         for i, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
-            self._compare(row, draft, out, i)
+            if i not in idle:
+                self._compare(row, draft, out, i)
 
-    def keep(self, row: Row, draft: Draft, node: int) -> None:
-        path = path_to(node, draft[1])
-        self.cache.keep(row.slot, len(row.ids), path)
-        row.ids += [draft[0][i] for i in path]
+    def keep(self, rows: list[Row], drafts: list[Draft], nodes: list[int]) -> None:
+        paths = [path_to(node, draft[1]) for node, draft in zip(nodes, drafts, strict=True)]
+        longest = max(map(len, paths))
+        padded = torch.tensor([path + [0] * (longest - len(path)) for path in paths])
+        self.cache.keep(rows[0].slot, torch.tensor([len(row.ids) for row in rows]), padded)
+        for row, draft, path in zip(rows, drafts, paths, strict=True):
+            row.ids += [draft[0][i] for i in path]
+
+    def held(self) -> list[torch.Tensor]:
+        views = self.cache.views(0, self.cache.slots, self.cache.length).values()
+        return [tensor.clone() for pair in views for tensor in pair]
+
+    def _forward(self, block: Block, images: zoo.Images | None = None) -> TargetOutput:
+        before = self.held()
+        out = self.target.forward(block, self.cache, images=images)
+        untouched = torch.ones(self.cache.slots, self.cache.length, dtype=torch.bool)
+        for row, start in enumerate(block.starts.tolist()):
+            untouched[block.slot + row, start : start + block.tokens.shape[1]] = False
+        for old, new in zip(before, self.held(), strict=True):
+            assert torch.equal(old.transpose(1, 2)[untouched], new.transpose(1, 2)[untouched])
+            assert not torch.equal(old, new)
+        return out
 
     def _block(self, rows: list[Row], drafts: list[Draft], tree: bool) -> Block:
+        assert [row.slot for row in rows] == list(range(rows[0].slot, rows[0].slot + len(rows)))
         paths = [[path_to(node, parents) for node in range(len(parents))] for _, parents in drafts]
+        tokens = torch.tensor([tokens for tokens, _ in drafts])
+        starts = [len(row.ids) for row in rows]
+        deltas = [row.rope_delta for row in rows]
         block = Block(
-            torch.tensor([tokens for tokens, _ in drafts]),
-            slots=tuple(row.slot for row in rows),
-            starts=tuple(len(row.ids) for row in rows),
-            rope_deltas=tuple(row.rope_delta for row in rows),
+            tokens,
+            slot=rows[0].slot,
+            starts=torch.tensor(starts),
+            length=min(max(starts) + tokens.shape[1] + next(self._beyond), self.cache.length),
+            rope_deltas=torch.tensor(deltas) if any(deltas) else None,
         )
         if not tree:
             return block
@@ -157,7 +200,7 @@ def test_the_zoo_is_lively(name, image):
 def test_captured_states_are_the_models_own(name, image):
     ids, images = prompt_of(name, image)
     target = target_of(name)
-    out = target.forward(Block(torch.tensor([ids]), (0,), (0,), (0,)), target.new_cache(1, len(ids)), images=images)
+    out = target.forward(block_of(ids), target.new_cache(len(ids)), images=images)
     logits, states = plain(target.model, ids, images)
     assert_same(out.states[0], states, 1e-6)
     assert_same(out.logits[0], logits, 1e-5)
@@ -180,27 +223,69 @@ def test_pieces_tokens_and_trees_equal_one_plain_forward(name, image):
     for size in (1, 9, 2, 7, 8, 5):
         for draft in (random_tree(size, rng), line(words(min(size, 4), seed=size))):
             checked.verify([row], [draft], tree=rng.random() < 0.8 or draft[1] != line(draft[0])[1])
-            checked.keep(row, draft, node=rng.randrange(len(draft[0])))
+            checked.keep([row], [draft], nodes=[rng.randrange(len(draft[0]))])
 
 
 @inputs
 def test_rows_of_a_batch_equal_one_by_one(name, image):
-    """Rows at different places, in slots out of order that hold somebody's leftovers, one of them with an image."""
-    rng, checked = random.Random(name), Checked(name, slots=5)
-    for slot in range(5):
-        checked.read(Row(slot), words(60, seed=slot))
-    rows = [Row(slot=4), Row(slot=0), Row(slot=2)]
-    checked.read(rows[0], *prompt_of(name, image, seed=4))
-    checked.read(rows[1], words(3, seed=5))
-    pieces = [line(words(6, seed)) for seed in (6, 7, 8)]  # the third row starts from nothing
-    checked.verify(rows, pieces, tree=False)
-    for row, piece in zip(rows, pieces, strict=True):
-        checked.keep(row, piece, node=5)
-    for size in (7, 1, 4):
+    """Rows at different places, one of them with an image, among slots that hold somebody's leftovers.
+
+    One of the slots between them is idle: it is computed from whatever it holds, wherever it is said to end.
+    """
+    rng, checked = random.Random(name), Checked(name, slots=6)
+    for slot in range(6):
+        checked.read(Row(slot), words(60, seed=20 + slot))
+    rows = [Row(slot) for slot in range(1, 5)]
+    idle = 2
+    rows[idle].ids = words(40, seed=3)
+    checked.read(rows[3], *prompt_of(name, image, seed=4))
+    checked.read(rows[0], words(3, seed=5))
+    pieces = [line(words(6, seed)) for seed in (6, 7, 8, 9)]  # the second row starts from nothing
+    checked.verify(rows, pieces, tree=False, idle=(idle,))
+    checked.keep(rows, pieces, nodes=[5] * 4)
+    for size, place in ((7, 0), (1, 55), (4, 73)):
         drafts = [random_tree(size, rng) for _ in rows]
-        checked.verify(rows, drafts)
-        for row, draft in zip(rows, drafts, strict=True):
-            checked.keep(row, draft, node=rng.randrange(size))
+        rows[idle].ids = [0] * place
+        checked.verify(rows, drafts, idle=(idle,))
+        checked.keep(rows, drafts, nodes=[rng.randrange(size) for _ in rows])
+
+
+@names
+def test_an_idle_row_of_nan_spoils_no_other(name):
+    """Whatever is in a slot that nobody uses stays there, through every layer, router and expert."""
+    checked = Checked(name, slots=3)
+    rows = [Row(slot) for slot in range(3)]
+    for row in rows[::2]:
+        checked.read(row, words(11 + row.slot, seed=row.slot))
+    rows[1].ids = words(9, seed=3)
+    for keys, values in checked.cache.views(1, 1, 80).values():
+        keys.fill_(torch.nan)
+        values.fill_(torch.nan)
+    drafts = [random_tree(5, random.Random(i)) for i in range(3)]
+    checked.target.forward(checked._block(rows, drafts, tree=True), checked.cache)
+    out = checked.target.forward(checked._block(rows, drafts, tree=True), checked.cache)
+    assert out.logits[1].isnan().all(), "or this tests nothing"
+    for i in (0, 2):
+        checked._compare(rows[i], drafts[i], out, i)
+
+
+@inputs
+def test_sequences_go_on_in_another_layout_and_slot(name, image):
+    """What was read in few long slots is continued in many short ones, and back, and in a copy."""
+    checked, rows = Checked(name, slots=2, length=90), [Row(0), Row(1)]
+    checked.read(rows[0], *prompt_of(name, image, seed=1))
+    checked.read(rows[1], words(12, seed=2))
+    for slots, length in ((4, 45), (1, 180), (3, 50), (2, 90)):
+        checked.cache.layout(slots, length)
+        for gone in rows[slots:]:  # it starts anew when there is a slot for it again
+            gone.ids = []
+        used = rows[:slots]
+        drafts = [random_tree(5, random.Random(length + i)) for i in range(len(used))]
+        checked.verify(used, drafts)
+        checked.keep(used, drafts, nodes=[2] * len(used))
+    copied = replace(rows[0], slot=1, ids=list(rows[0].ids))
+    checked.cache.copy(0, 1, len(copied.ids))
+    checked.verify([rows[0], copied], [random_tree(6, random.Random(i)) for i in (7, 8)])
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "gemma3-vl", "gpt-oss", "llama4"])
@@ -214,13 +299,37 @@ def test_without_window_or_chunk_the_text_would_differ(name, monkeypatch):
         checked.verify([row], [line(words(3, seed=1))])
 
 
+class NoWaiting(TorchDispatchMode):
+    """Refuses what makes a GPU wait until the values of a tensor are known on the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal"), name
+        if name in ("index", "index_put", "index_put_"):
+            assert all(i is None or i.dtype == torch.int64 for i in args[1]), "a bool index counts what is True"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied-eager", "mistral", "gemma3", "gpt2", "qwen2.5-vl"])
+def test_a_step_reads_no_tensor_on_the_host(name):
+    target = target_of(name)
+    cache_ = cache_of(target, slots=3, length=20)
+    ids, starts, path = torch.ones(2, 3, dtype=torch.long), torch.tensor([4, 9]), torch.tensor([[0, 2], [0, 0]])
+    run = Block(ids, 1, starts, 20, rope_deltas=torch.tensor([-4, 0]))
+    tree = replace(run, depths=torch.tensor([[0, 1, 1]] * 2), ancestors=torch.eye(3, dtype=torch.bool).repeat(2, 1, 1))
+    with NoWaiting():
+        for block in (run, tree):
+            target.forward(block, cache_)
+            cache_.keep(1, starts, path)
+
+
 # Logits at the end only
 
 
 @names
 def test_last_only_gives_the_last_logits(name):
-    target, block = target_of(name), Block(torch.tensor([words(12, seed=3)]), (0,), (0,), (0,))
-    every, last = (target.forward(block, target.new_cache(1, 12), last_only=only) for only in (False, True))
+    target, block = target_of(name), block_of(words(12, seed=3))
+    every, last = (target.forward(block, target.new_cache(12), last_only=only) for only in (False, True))
     assert last.logits.shape == (1, 1, zoo.VOCAB)
     assert_same(last.logits, every.logits[:, -1:], 1e-5)
     assert torch.equal(last.states, every.states)
@@ -236,7 +345,7 @@ def test_embed_and_head_are_the_weights_in_use(name):
     ids = torch.tensor([words(12, seed=3)])
 
     def logits(tokens: torch.Tensor) -> torch.Tensor:
-        return target.forward(Block(tokens, (0,), (0,), (0,)), target.new_cache(1, 12)).logits
+        return target.forward(block_of(tokens[0].tolist()), target.new_cache(12)).logits
 
     embed, head = target.get_embed_and_head()
     assert embed.shape == head.shape == (zoo.VOCAB, target.hidden_size)
@@ -266,25 +375,18 @@ def test_a_new_head_takes_the_targets_precision():
     target = HFTarget(zoo.case("llama").build().to(torch.bfloat16))
     embed, head = target.get_embed_and_head()
     target.set_embed_and_head(embed.float(), head.float())
-    block = Block(torch.tensor([[1, 2, 3]]), (0,), (0,), (0,))
-    assert target.forward(block, target.new_cache(1, 3)).logits.dtype == torch.bfloat16
-
-
-def hooks(model: nn.Module) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    assert target.forward(block_of([1, 2, 3]), target.new_cache(3)).logits.dtype == torch.bfloat16
 
 
 @names
 def test_layers_to_capture(name):
-    model = zoo.case(name).build()
-    before = hooks(model)
-    target = HFTarget(model)
+    target = HFTarget(zoo.case(name).build())
     n, size = target.num_layers, target.hidden_size
     assert n == 4
-    block = Block(torch.tensor([words(12, seed=3)]), (0,), (0,), (0,))
+    block = block_of(words(12, seed=3))
 
     def states() -> torch.Tensor | None:
-        return target.forward(block, target.new_cache(1, 12)).states
+        return target.forward(block, target.new_cache(12)).states
 
     assert states() is None
     for _ in range(3):
@@ -302,10 +404,29 @@ def test_layers_to_capture(name):
     for nothing in (None, []):
         target.set_eagle3_layers_to_capture(nothing)
         assert states() is None
-    assert hooks(model) == before
 
 
 # The model stays as it was
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+class Watched:
+    """Which states entered a layer of a model, seen from outside; ``alive``: how many of them somebody holds on to."""
+
+    def __init__(self, model: nn.Module, layer: nn.Module):
+        self.seen: list[weakref.ref[torch.Tensor]] = []
+        layer.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def _note(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.seen.append(weakref.ref(args[0] if args else kwargs["hidden_states"]))
+
+    @property
+    def alive(self) -> int:
+        gc.collect()
+        return sum(ref() is not None for ref in self.seen)
 
 
 @inputs
@@ -319,35 +440,159 @@ def test_plain_generate_is_the_same_afterwards(name, image):
     before, config, count = generate(), model.config.to_dict(), hooks(model)
     target = HFTarget(model)
     target.set_eagle3_layers_to_capture([0, 2, 4])
-    cache_ = target.new_cache(1, 40)
-    delta = target.forward(Block(torch.tensor([ids]), (0,), (0,), (0,)), cache_, images=images).rope_delta
-    target.forward(Block(torch.tensor([words(3, seed=1)]), (0,), (len(ids),), (delta,)), cache_)
+    cache_ = target.new_cache(40)
+    delta = target.forward(block_of(ids), cache_, images=images).rope_delta
+    target.forward(block_of(words(3, seed=1), len(ids), rope_deltas=torch.tensor([delta])), cache_)
+    assert generate() == before, "with hooks on it"
+    assert hooks(model) > count
+    del target
+    gc.collect()
+    assert hooks(model) == count
     assert generate() == before
     assert model.config.to_dict() == config
+
+
+@names
+def test_hooks_are_as_many_as_layers_and_end_with_the_target(name):
+    model = zoo.case(name).build()
+    count = hooks(model)
+    target = HFTarget(model)
+    for layers in ([1, 3], [3, 1], None, [1], [4, 3, 0]):
+        target.set_eagle3_layers_to_capture(layers)
+        target.forward(block_of(words(5, seed=0)), target.new_cache(5))
+    assert hooks(model) == count + 4, "entering 0, 1 and 3, leaving the last"
+    alive = weakref.ref(target)
+    del target
+    gc.collect()
+    assert alive() is None
+    assert hooks(model) == count
+
+
+@names
+def test_states_are_noted_in_our_own_passes_only(name):
+    """Neither a pass that others make with the model nor one of ours leaves anything held behind."""
+    model, ids = zoo.case(name).build(), words(12, seed=3)
+    target = HFTarget(model)
+    target.set_eagle3_layers_to_capture([2])
+    watched = Watched(model, target.layers[2])
+    out = target.forward(block_of(ids), target.new_cache(12))
+    states = out.states.clone()
+    with torch.no_grad():
+        model(input_ids=torch.tensor([words(12, seed=4)]), use_cache=False)
+    model(input_ids=torch.tensor([words(7, seed=5)]), use_cache=False).logits.sum().backward()
+    assert len(watched.seen) == 3
+    assert torch.equal(out.states, states)
+    assert_same(states[0], plain(model, ids)[1][:, 2 * target.hidden_size : 3 * target.hidden_size], 1e-6)
+    del out
+    assert watched.alive == 0
+
+
+@inputs
+def test_two_targets_on_one_model_do_not_disturb_each_other(name, image):
+    model = zoo.case(name).build()
+    ids, images = prompt_of(name, image)
+    count, alone = hooks(model), {}
+    layers = {"one": [1, 3], "other": [4, 0, 3]}
+    for who, of_who in layers.items():
+        target = HFTarget(model)
+        target.set_eagle3_layers_to_capture(of_who)
+        alone[who] = target.forward(block_of(ids), target.new_cache(30), images=images)
+        del target
+    targets = {who: HFTarget(model) for who in layers}
+    for who, of_who in layers.items():
+        targets[who].set_eagle3_layers_to_capture(of_who)
+
+    def assert_as_alone(who: str) -> None:
+        out = targets[who].forward(block_of(ids), targets[who].new_cache(30), images=images)
+        assert torch.equal(out.states, alone[who].states)
+        assert torch.equal(out.logits, alone[who].logits)
+        assert not image or torch.equal(out.embeds, alone[who].embeds)
+
+    for who in ("one", "other", "one"):
+        assert_as_alone(who)
+    targets["other"].set_eagle3_layers_to_capture(None)
+    assert_as_alone("one")
+    del targets["other"]
+    gc.collect()
+    assert_as_alone("one")
+    targets.clear()
+    gc.collect()
     assert hooks(model) == count
 
 
 def test_a_failed_pass_leaves_nothing_behind(monkeypatch):
-    model = zoo.case("llama4").build()
-    count, target = hooks(model), HFTarget(model)
+    model, ids = zoo.case("llama4").build(), words(12, seed=3)
+    target = HFTarget(model)
     target.set_eagle3_layers_to_capture([0, 2, 4])
+    expected = target.forward(block_of(ids), target.new_cache(12))
+    count, watched = hooks(model), Watched(model, target.layers[1])
 
     def fails(*args: object, **kwargs: object) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(target.layers[2], "forward", fails)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        target.forward(Block(torch.tensor([words(12, seed=3)]), (0,), (0,), (0,)), target.new_cache(1, 12))
-    assert hooks(model) == count
+    with monkeypatch.context() as patch:
+        patch.setattr(target.layers[2], "forward", fails)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            target.forward(block_of(ids), target.new_cache(12))
+    assert hooks(model) == count + 1, "the watcher's"
     assert all(layer.self_attn.attn_temperature_tuning for layer in target.layers)
+    with torch.no_grad():
+        model(input_ids=torch.tensor([ids]), use_cache=False)
+    assert len(watched.seen) == 2
+    assert watched.alive == 0
+    again = target.forward(block_of(ids), target.new_cache(12))
+    assert torch.equal(again.states, expected.states)
+    assert torch.equal(again.logits, expected.logits)
 
 
 def test_images_go_into_an_empty_slot():
     ids, images = zoo.case("kimi-k2.5").image_prompt()
     target = target_of("kimi-k2.5")
-    for block in (Block(torch.tensor([ids]), (0,), (3,), (0,)), Block(torch.tensor([ids] * 2), (0, 1), (0, 0), (0, 0))):
+    two = Block(torch.tensor([ids] * 2), 0, torch.tensor([0, 0]), len(ids))
+    for block in (block_of(ids, start=3), two):
         with pytest.raises(ValueError, match="first block of a single, empty slot"):
-            target.forward(block, target.new_cache(2, 40), images=images)
+            target.forward(block, cache_of(target, 2, 40), images=images)
+
+
+# The end of the context
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_draft_may_reach_beyond_the_context(kind):
+    """A table of positions has no rows there. Such nodes are never emitted; those before the end are what they were."""
+    if kind == "gpt2":
+        model = zoo.enliven(transformers.GPT2LMHeadModel(transformers.GPT2Config(**zoo.GPT2 | {"n_positions": 24})))
+    else:
+        model = zoo._text(*zoo.LLAMA, max_position_embeddings=24)
+    target = HFTarget(model)
+    assert target.context_length == 24
+    target.set_eagle3_layers_to_capture(range(5))
+    ids, cache_ = words(21, seed=0), target.new_cache(40)
+    target.forward(block_of(ids), cache_)
+    tokens, parents = [5, 6, 7, 8, 9, 3, 4, 2], [-1, 0, 0, 2, 3, 1, 5, 4]  # two branches, five and four deep
+    paths = [path_to(node, parents) for node in range(8)]
+    depths = torch.tensor([[len(path) - 1 for path in paths]])
+    ancestors = torch.tensor([[[i in path for i in range(8)] for path in paths]])
+    assert depths.max() == 4
+    tree = target.forward(block_of(tokens, 21, depths=depths, ancestors=ancestors), cache_)
+    chain = target.forward(block_of(words(10, seed=1), 21), cache_)
+    for path in ([0, 1, 5], [0, 2, 3]):
+        logits, states = plain(model, ids + [tokens[i] for i in path])
+        assert_same(tree.logits[0, path], logits[21:])
+        assert_same(tree.states[0, path], states[21:])
+    logits, states = plain(model, ids + words(10, seed=1)[:3])
+    assert_same(chain.logits[0, :3], logits[21:])
+    assert_same(chain.states[0, :3], states[21:])
+    for out in (tree, chain):
+        assert out.logits.isfinite().all(), "NaN would stay in the cache"
+
+
+def test_positions_behind_an_image_may_exceed_the_context():
+    """A video can count further than its tokens. Rotary positions are relative: all of them moved change nothing."""
+    target, ids = target_of("qwen2.5-vl"), words(12, seed=0)
+    far = torch.tensor([2 * target.context_length])
+    near, moved = (target.forward(block_of(ids, rope_deltas=by), target.new_cache(12)) for by in (None, far))
+    assert_same(moved.logits, near.logits, 1e-3)
 
 
 # Images and request state
@@ -358,9 +603,9 @@ def test_the_image_reaches_the_logits(name):
     """And the embeddings are there for the drafter, whatever layers are captured."""
     target = HFTarget(zoo.case(name).model)
     ids, images = zoo.case(name).image_prompt()
-    block = Block(torch.tensor([ids]), (0,), (0,), (0,))
-    one = target.forward(block, target.new_cache(1, 30), images=images)
-    other = target.forward(block, target.new_cache(1, 30), images=images | {"pixel_values": -images["pixel_values"]})
+    block = block_of(ids)
+    one = target.forward(block, target.new_cache(30), images=images)
+    other = target.forward(block, target.new_cache(30), images=images | {"pixel_values": -images["pixel_values"]})
     assert (one.logits[0, -1] - other.logits[0, -1]).abs().max() > 0.1
     assert one.embeds.shape == (1, 30, target.hidden_size)
     assert one.states is None
@@ -379,10 +624,11 @@ def test_rope_deltas_belong_to_requests():
     for seed in (2, 3):
         checked.read(text, words(2, seed))
         checked.read(with_image, words(2, seed))
+    drafts = [random_tree(5, random.Random(i)) for i in range(2)]
+    checked.verify([with_image, text], drafts)
     case.model.model.rope_deltas = torch.tensor([[77]])
     without_types = {key: value for key, value in images.items() if key != "mm_token_type_ids"}
-    block = Block(torch.tensor([ids]), (0,), (0,), (0,))
-    assert target.forward(block, target.new_cache(1, 30), images=without_types).rope_delta == 0
+    assert target.forward(block_of(ids), target.new_cache(30), images=without_types).rope_delta == 0
     assert case.model.model.rope_deltas is None
 
 
@@ -403,9 +649,9 @@ def test_llama4_scales_queries_by_place_not_by_row():
 
 
 def test_llama4_wrapper_runs_where_transformers_cannot_run_it():
-    ids = torch.tensor([words(12, seed=3)])
+    block = block_of(words(12, seed=3))
     repaired, as_shipped = (HFTarget(zoo.llama4(repair=repair)) for repair in (True, False))
-    expected, got = (t.forward(Block(ids, (0,), (0,), (0,)), t.new_cache(1, 12)).logits for t in (repaired, as_shipped))
+    expected, got = (t.forward(block, t.new_cache(12)).logits for t in (repaired, as_shipped))
     assert torch.equal(got, expected)
 
 
@@ -418,9 +664,9 @@ def test_a_cleared_slot_is_clean(name):
     checked = Checked(name, slots=2)
     long, short = Row(slot=0), Row(slot=1)
     checked.read(long, words(30, seed=0))
-    for pool in checked.cache._pools:
-        for tensor in pool:
-            tensor[:, 1] = torch.nan
+    for keys, values in checked.cache.views(1, 1, 80).values():
+        keys.fill_(torch.nan)
+        values.fill_(torch.nan)
     checked.cache.clear(1)
     checked.read(short, words(4, seed=1))
     checked.verify([long, short], [line(words(2, seed=2)), line(words(2, seed=3))], tree=False)
@@ -438,6 +684,15 @@ def test_models_that_cannot_be_targets(refused):
     with pytest.raises(TargetError, match=refused.reason) as error:
         HFTarget(model)
     assert type(model).__name__ in str(error.value)
+    assert hooks(model) == count, "while the error is still being looked at"
+
+
+def test_damaged_weights_are_refused():
+    model = zoo.case("llama").build()
+    count = hooks(model)
+    model.model.layers[2].mlp.up_proj.weight.data[3, 3] = torch.nan
+    with pytest.raises(TargetError, match="computes NaN or infinite logits: its weights are damaged"):
+        HFTarget(model)
     assert hooks(model) == count
 
 
@@ -477,8 +732,8 @@ def test_images_as_a_processor_gives_them_reach_a_target_of_lower_precision(name
     target = HFTarget(case.build().to(torch.bfloat16))
     ids, images = case.image_prompt()
     assert images["pixel_values"].dtype == torch.float32
-    block = Block(torch.tensor([ids]), (0,), (0,), (0,))
-    output = target.forward(block, target.new_cache(1, 64), images=images)
+    block = block_of(ids)
+    output = target.forward(block, target.new_cache(64), images=images)
     assert output.logits.isfinite().all()
     assert output.embeds is not None
     marked = target.image_positions(block.tokens, output.embeds)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,8 @@ FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attenti
 SIZE = 4  # of windows and chunks
 
 
-def tree_block(starts: list[int], parents: list[list[int]]) -> Block:
+def tree_block(starts: list[int], parents: list[list[int]], beyond: int = 0) -> Block:
+    """``beyond``: how many more rows to look at than the longest sequence needs."""
     count = len(parents[0])
     depths, ancestors = [], []
     for row in parents:
@@ -27,15 +29,13 @@ def tree_block(starts: list[int], parents: list[list[int]]) -> Block:
                 parent = row[parent]
         depths.append([len(path) - 1 for path in paths])
         ancestors.append([[j in path for j in range(count)] for path in paths])
-    rows = len(starts)
-    tokens = torch.zeros(rows, count, dtype=torch.long)
-    slots = tuple(range(rows))
-    return Block(tokens, slots, tuple(starts), (0,) * rows, torch.tensor(depths), torch.tensor(ancestors))
+    line = line_block(starts, count, beyond)
+    return replace(line, depths=torch.tensor(depths), ancestors=torch.tensor(ancestors))
 
 
-def line_block(starts: list[int], count: int) -> Block:
+def line_block(starts: list[int], count: int, beyond: int = 0) -> Block:
     tokens = torch.zeros(len(starts), count, dtype=torch.long)
-    return Block(tokens, tuple(range(len(starts))), tuple(starts), (0,) * len(starts))
+    return Block(tokens, 3, torch.tensor(starts), max(starts) + count + beyond)
 
 
 def random_parents(count: int, rng: random.Random) -> list[int]:
@@ -44,7 +44,7 @@ def random_parents(count: int, rng: random.Random) -> list[int]:
 
 def sees(kind: str, block: Block, row: int, query: int, column: int) -> bool:
     """Whether token ``query`` of the block attends to row ``column`` of the cache, by the definition of each kind."""
-    start = block.starts[row]
+    start = int(block.starts[row])
     place = start + (query if block.depths is None else int(block.depths[row, query]))
     if column < start:
         key_place = column
@@ -65,10 +65,7 @@ def sees(kind: str, block: Block, row: int, query: int, column: int) -> bool:
 def naive(kind: str, block: Block) -> torch.Tensor:
     rows, count = block.tokens.shape
     return torch.tensor(
-        [
-            [[sees(kind, block, b, q, k) for k in range(max(block.starts) + count)] for q in range(count)]
-            for b in range(rows)
-        ]
+        [[[sees(kind, block, b, q, k) for k in range(block.length)] for q in range(count)] for b in range(rows)]
     )
 
 
@@ -84,6 +81,9 @@ BLOCKS = {
     "deep-tree": tree_block([5], [random_parents(12, RNG)]),
     "ragged-trees": tree_block([7, 0, 12], [random_parents(9, RNG) for _ in range(3)]),
     "padded-trees": tree_block([3, 10], [[-1, 0, 1, 2], [-1, 0, -1, -1]]),  # padding nodes see themselves alone
+    "first-token-in-a-long-view": line_block([0], 1, beyond=9),
+    "ragged-pieces-in-a-long-view": line_block([0, 13, 4], 5, beyond=6),
+    "ragged-trees-in-a-long-view": tree_block([7, 0, 12], [random_parents(9, RNG) for _ in range(3)], beyond=13),
 }
 
 
@@ -93,6 +93,7 @@ def test_masks_are_the_definition(kind, name):
     block = BLOCKS[name]
     expected = naive(kind, block)[:, None]
     mask = MaskKinds((kind,), SIZE, SIZE, additive=False).build(block, torch.float32)
+    assert mask.shape[-1] == block.length
     assert mask.dtype == torch.bool
     assert torch.equal(mask, expected)
     assert mask.any(-1).all(), "a query that sees nothing makes NaN"
@@ -116,7 +117,7 @@ def test_places_of_queries_and_keys(name):
     """A token's place is its start plus its depth; its row in the cache is its start plus its index."""
     block = BLOCKS[name]
     _, query, key = visible(block)
-    for row, start in enumerate(block.starts):
+    for row, start in enumerate(block.starts.tolist()):
         depths = list(range(block.tokens.shape[1])) if block.depths is None else block.depths[row].tolist()
         assert query[row].tolist() == [start + depth for depth in depths]
         assert key[row, : start + len(depths)].tolist() == [*range(start), *(start + depth for depth in depths)]
