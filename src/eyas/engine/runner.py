@@ -207,7 +207,8 @@ class Runner:
             self.cache.keep(batch.slot, self._tensor(batch.starts), acceptance.path)
         if states is None or self._pending is None:
             return
-        pending = [s.pending if s and s.follows else 0 for s in batch.rows]
+        # an idle row may be a sequence's that has just been read, whose last state waits here
+        pending = [s.pending if s and s.follows else self.catch_up_most for s in batch.rows]
         path = acceptance.path
         if draft.parents is not None:
             states = states.gather(1, path[:, :, None].expand(-1, -1, states.shape[-1]))

@@ -212,9 +212,9 @@ class Scheduler:
             self._move(top, next(free for free in range(self.slots) if free not in self.running))
 
     def _move(self, source: int, dest: int) -> None:
-        """A sequence goes to a free slot; a prefix that was there takes its place, or another's that is older."""
+        """A sequence goes to a free slot; a prefix that was there goes elsewhere, or is given up."""
+        self._vacate(dest)  # while the sequence still holds its slot: nothing may be copied over it
         sequence = self.running.pop(source)
-        self._vacate(dest)
         self._moves.append(Copy(source, dest, max(sequence.length, 1)))
         sequence.slot = dest
         self.running[dest] = sequence
@@ -227,7 +227,7 @@ class Scheduler:
         empty = next((s for s in range(self.slots) if s not in self.running and s not in self.left and s != slot), None)
         if empty is None:
             oldest = min(self.left, key=lambda s: self.left[s].used, default=None)
-            if oldest is None or self.left[oldest].used > prefix.used:
+            if oldest is None or self.left[oldest].used >= prefix.used:  # equal: about to be copied from, maybe
                 return
             empty = oldest
         self.left[empty] = prefix
