@@ -7,6 +7,7 @@ nothing in them waits for the device, and both fit into one compiled graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -17,6 +18,7 @@ from eyas.speculation.sampling import Rows, draft_scores
 from eyas.speculation.top import largest
 from eyas.speculation.tree import Frontier, TreeBuilder, chain
 from eyas.target.cache import LayerShape, SlotCache, StepCache
+from eyas.target.compiling import Step, any_length, compiled
 from eyas.target.contract import Eagle3Target
 
 Views = dict[int, tuple[torch.Tensor, torch.Tensor]]  # by layer: keys and values [B, kv_heads, S, head_dim], to write
@@ -37,15 +39,20 @@ class Eagle3Drafter:
     def __init__(self, model: Eagle3Model):
         self.model = model
         self.layer_ids = model.aux_layer_ids
+        self._compiled: dict[tuple[str, int, int], Step] = {}  # by function, sequences, and tokens or steps
+
+    @property
+    def row_nbytes(self) -> int:
+        return sum(shape.nbytes for shape in self._shapes().values())
 
     def start(self, target: Eagle3Target, rows: int) -> None:
         embed, head = target.get_embed_and_head()
         self.model.bind(embed, head)
-        config = self.model.config
-        kind = (self.model.dtype, self.model.device)
-        shape = LayerShape(config.num_key_value_heads, config.head_dim, config.head_dim, *kind)
-        self.model.reserve_positions(min(rows, target.context_length or config.max_position_embeddings))
-        self.cache = SlotCache(dict.fromkeys(range(config.num_hidden_layers), shape), rows)
+        self._compiled.clear()
+        # twice the context: longer slots must not change the table, which compiled code is made for
+        most = target.context_length or self.model.config.max_position_embeddings
+        self.model.reserve_positions(min(rows, 2 * most))
+        self.cache = SlotCache(self._shapes(), rows)
         self._tips = DraftStates(self._no_tips(1), self._no_tips(1))
 
     def layout(self, slots: int, length: int) -> None:
@@ -69,7 +76,8 @@ class Eagle3Drafter:
         if true.image_mask is not None and true.embeds is not None and true.embeds.shape == embeds.shape:
             embeds = torch.where(true.image_mask[..., None], true.embeds.to(embeds.dtype), embeds)
         views, tips = self._slots(true.slot, len(true.tokens), true.length)
-        newest = follow(self.model, views, tips, true.starts, true.counts, true.states, embeds)
+        step = self._compiled.get(("follow", *true.tokens.shape), partial(follow, self.model))
+        newest = step(views, tips, true.starts, true.counts, true.states, embeds)
         for tip, new in zip(tips, newest, strict=True):
             tip.copy_(new)
 
@@ -77,8 +85,36 @@ class Eagle3Drafter:
         views, tips = self._slots(0, len(drafting.roots), drafting.length)
         if shape.eagle_topk > 1:
             return self._tree(views, tips, drafting, shape)
-        tokens = chain_tokens(self.model, views, tips, drafting.lengths, shape.num_steps, self._choice(drafting.rows))
+        choose, steps = self._choice(drafting.rows), shape.num_steps
+        compiled_chain = self._compiled.get(("chain", len(drafting.roots), steps)) if choose is likeliest else None
+        if compiled_chain is not None:
+            tokens = compiled_chain(views, tips, drafting.lengths, steps)
+        else:
+            tokens = chain_tokens(self.model, views, tips, drafting.lengths, steps, choose)
         return chain(torch.cat([drafting.roots[:, None], tokens], dim=1))
+
+    @torch.inference_mode()
+    def compile(self, sequences: int, tokens: int, shape: DraftShape) -> None:
+        """Has ``extend`` by so many tokens each, and greedy chains, run compiled for so many sequences from now on."""
+        config = self.model.config
+        cache = SlotCache(self.cache.shapes, sequences * 128)
+        cache.layout(sequences, 128)
+        views = cache.views(0, sequences, 128)
+        any_length((part for pair in views.values() for part in pair), dim=2)
+        tips = DraftStates(*(torch.zeros_like(self._no_tips(sequences)) for _ in range(2)))
+        counts = torch.ones(sequences, dtype=torch.long, device=self.model.device)
+        width = config.num_aux * config.target_hidden_size
+        states, embeds = (
+            counts.new_zeros(sequences, tokens, n, dtype=self.model.dtype) for n in (width, config.hidden_size)
+        )
+        if ("follow", sequences, tokens) not in self._compiled:
+            step = compiled(follow, self.model)
+            step(views, tips, 0 * counts, counts, states, embeds)
+            self._compiled["follow", sequences, tokens] = step
+        if shape.eagle_topk == 1 and ("chain", sequences, shape.num_steps) not in self._compiled:
+            step = compiled(greedy_chain, self.model)
+            step(views, tips, counts, shape.num_steps)
+            self._compiled["chain", sequences, shape.num_steps] = step
 
     def _slots(self, slot: int, count: int, length: int) -> tuple[Views, DraftStates]:
         """What neighbouring slots hold, to read and write: their rows, and their tips [count, H]."""
@@ -127,6 +163,12 @@ class Eagle3Drafter:
         paths, token_ids = builder.paths() if _any_history(rows) else None, self.model.draft_to_target
         scores = draft_scores(self.model.logits(normed), rows, depth, token_ids=token_ids, paths=paths)
         return builder.expand(scores, token_ids)
+
+    def _shapes(self) -> dict[int, LayerShape]:
+        """What each layer caches."""
+        config, kind = self.model.config, (self.model.dtype, self.model.device)
+        shape = LayerShape(config.num_key_value_heads, config.head_dim, config.head_dim, *kind)
+        return dict.fromkeys(range(config.num_hidden_layers), shape)
 
     def _no_tips(self, slots: int) -> torch.Tensor:
         with torch.inference_mode(False):  # they outlive the step that makes them, and may be cleared between steps
@@ -178,6 +220,12 @@ def chain_tokens(
             hidden, normed = model.run(model.embed(path[-1]), hidden, rope[:, now], seen[:, :, now], cache)
         path.append(model.draft_to_target[choose(model.logits(normed), path)])
     return torch.cat(path, dim=1)
+
+
+def greedy_chain(
+    model: Eagle3Model, views: Views, tips: DraftStates, lengths: torch.Tensor, steps: int
+) -> torch.Tensor:
+    return chain_tokens(model, views, tips, lengths, steps, likeliest)
 
 
 def likeliest(logits: torch.Tensor, path: Sequence[torch.Tensor]) -> torch.Tensor:

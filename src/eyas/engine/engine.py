@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +15,9 @@ import torch
 
 from eyas.core import DraftShape, EyasError, Request, RequestError, SamplingParams, UsageError
 from eyas.drafter.contract import Drafter, drafted_rows
-from eyas.engine.policy import BatchView, Decision, Fixed, Off, Policy, StepReport
+from eyas.engine.policy import BatchView, Decision, Fixed, Off, Policy, StepReport, describe
 from eyas.engine.runner import Batch, Runner
-from eyas.engine.scheduler import Chunk, Plan, Scheduler, length_bucket
+from eyas.engine.scheduler import Chunk, Plan, Scheduler, length_bucket, slot_bucket
 from eyas.engine.sequence import Emitted, Output, Sequence
 from eyas.engine.text import TextStream
 from eyas.speculation.sampling import TokenHistory, check_bias, choose, logprobs, needs_history, no_choice
@@ -102,6 +102,18 @@ class Engine:
             self.scheduler.check()
         return outputs
 
+    def compile(self, report: Callable[[str, float], None] = lambda what, share: None) -> None:
+        """Compiles decoding steps before they are needed: minutes on a machine's first time, then seconds each.
+
+        Other steps run as they are. ``report`` hears what is being done, and how much of it all is behind.
+        """
+        if not self.target.compilable:
+            return
+        sizes = compiled_sizes(self.scheduler.max_running, self.policy.shapes if self.drafter else ())
+        for done, (sequences, shape) in enumerate(sizes):
+            report(f"compiling steps: {sequences} x {describe(shape)}", done / len(sizes))
+            self.runner.compile(sequences, shape)
+
     def abort(self, request_id: str) -> None:
         """Drops a request, waiting or running; unknown ids are none of our business any more."""
         if (sequence := self.scheduler.find(request_id)) is not None:
@@ -160,7 +172,7 @@ class Engine:
         return outputs
 
     def _draft_and_verify(self, batch: Batch, decision: Decision) -> Step:
-        """One target pass, with or without a draft. Sequences know nothing of it yet: what raises here can be redone."""
+        """One target pass, with or without a draft. No sequence knows of it yet: what raises here can be redone."""
         times = [time.perf_counter()]
         draft = self.runner.propose(batch, decision.shape) if decision.shape else self.runner.roots(batch)
         times.append(time.perf_counter())
@@ -321,6 +333,17 @@ class Step:
         """The tokens of one sequence, the nodes they were chosen at, and whether the last one's logits are sound."""
         count, finite, *rest = self.facts[row]
         return rest[:count], rest[self.width : self.width + count], bool(finite)
+
+
+def compiled_sizes(most: int, shapes: Many[DraftShape]) -> list[tuple[int, DraftShape | None]]:
+    """Batches and drafts worth compiling: every draft for few sequences, for many the small ones, which may pay."""
+    batches = [b for b in (1, 2, 4, 8, 16, 32) if b <= slot_bucket(most)]
+    drafts = [
+        (b, s) for b in batches for s in shapes if s.eagle_topk == 1 and (b == 1 or s.num_steps <= (3 if b < 8 else 1))
+    ]
+    return sorted(
+        [*((b, None) for b in batches), *drafts], key=lambda size: (size[0], size[1].num_steps if size[1] else 0)
+    )
 
 
 def spare_rows(shape: DraftShape) -> int:

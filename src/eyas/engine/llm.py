@@ -19,6 +19,7 @@ from eyas.engine.sequence import Emitted, FinishReason, Output
 from eyas.engine.stats import AcceptanceStats
 from eyas.target.adapter import HFTarget
 from eyas.target.images import encode_chat
+from eyas.target.tuning import pack_linears, tune
 
 Speculation = Literal["auto", "fixed", "off"]
 MAX_RUNNING = 32
@@ -255,6 +256,7 @@ def load(
         trust_remote_code=trust_remote_code,
         attn_implementation=attn_implementation,
     )
+    tune(loaded.model)
     adapter = HFTarget(loaded.model)
     return LLM(
         adapter,
@@ -277,7 +279,9 @@ def load_drafter_for(target: HFTarget, drafter: str | Path, layer_ids: Sequence[
 
     place: Any = {"dtype": target.dtype, "device": target.device}
     if str(drafter) == "untrained":
-        return Eagle3Drafter(untrained(target.hidden_size, target.num_layers, target.vocab_size, **place))
+        model = untrained(target.hidden_size, target.num_layers, target.vocab_size, **place)
+        pack_linears(model)
+        return Eagle3Drafter(model)
     model = load_drafter(
         drafter,
         target_hidden_size=target.hidden_size,
@@ -286,6 +290,7 @@ def load_drafter_for(target: HFTarget, drafter: str | Path, layer_ids: Sequence[
         aux_layer_ids=tuple(layer_ids) if layer_ids else None,
         **place,
     )
+    pack_linears(model)
     return Eagle3Drafter(model)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +10,7 @@ from eyas.core import DraftShape, UsageError
 from eyas.drafter.contract import Drafter
 from eyas.engine.engine import rows_for
 from eyas.target.adapter import HFTarget
+from eyas.target.tuning import available_memory
 
 GIB = 1 << 30
 
@@ -31,7 +31,7 @@ class Memory:
     def kv_bytes(self, device: torch.device) -> int:
         """Bytes for keys and values, with the weights loaded already."""
         if device.type != "cuda" or self.kv_cache_gib is not None:
-            return int(GIB * (self.kv_cache_gib or min(4, free_bytes() / 4 / GIB)))
+            return int(GIB * (self.kv_cache_gib or min(4, available_memory() / 4 / GIB)))
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(self.mem_fraction_static * total) - (total - free))
 
@@ -55,11 +55,3 @@ def kv_rows(
             f"{'--mem-fraction-static' if target.device.type == 'cuda' else '--kv-cache-gib'}."
         )
     return min(fits, one * max_running)
-
-
-def free_bytes() -> int:
-    """Physical memory that is free now, as far as the system says."""
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return 8 * GIB

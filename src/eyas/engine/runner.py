@@ -17,7 +17,6 @@ from eyas.speculation.sampling import Rows, rows_of
 from eyas.speculation.tree import ancestor_mask, chain
 from eyas.target.contract import Block, Eagle3Target, TargetOutput
 
-
 NOBODYS = -2  # a draft token that no target chooses (-1 says that it could choose none)
 
 
@@ -36,6 +35,10 @@ class Batch:
         return [(row, s) for row, s in enumerate(self.rows) if s is not None]
 
 
+def catch_up_bucket(places: int, most: int) -> int:
+    return min(next((n for n in (1, 2, 4, 6, 8, 12, 16) if n >= places), most), most)
+
+
 def followed(batch: Batch) -> list[Sequence | None]:
     """The sequences that the drafter follows, by row."""
     return [s if s is not None and s.follows else None for s in batch.rows]
@@ -46,7 +49,9 @@ class Runner:
         """``catch_up_most`` states of a sequence are kept for the drafter."""
         self.target, self.drafter, self.catch_up_most = target, drafter, catch_up_most
         self.cache = target.new_cache(rows)
-        self._pending: torch.Tensor | None = None  # [slots, catch_up_most + 1, states]; the last place takes what is void
+        self._pending: torch.Tensor | None = (
+            None  # [slots, catch_up_most + 1, states]; the last place takes what is void
+        )
         if drafter:
             drafter.start(target, rows)
 
@@ -103,16 +108,16 @@ class Runner:
             min(start + count, self.cache.length),
             self._tensor([sequence.rope_delta]) if sequence.rope_delta else None,
         )
-        output = self._read(block, images, capture=sequence.follows)
+        output = self._read(block, images)
         sequence.rope_delta += output.rope_delta
         sequence.length = start + count
         if sequence.follows:
             self._feed(sequence, start, ids, output)
         return output.logits[0]
 
-    def _read(self, block: Block, images: Mapping[str, Any] | None, capture: bool) -> TargetOutput:
+    def _read(self, block: Block, images: Mapping[str, Any] | None) -> TargetOutput:
         try:
-            return self._forward(block, capture, last_only=True, images=images)
+            return self._forward(block, last_only=True, images=images)
         except (ValueError, RuntimeError, IndexError, TypeError) as error:
             if not images or isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -135,9 +140,7 @@ class Runner:
             counts, starts = self._tensor([known]), self._tensor([start])
             tokens = self._tensor(following)[None]
             self.drafter.extend(
-                TrueStates(
-                    sequence.slot, starts, counts, states[:, :known], tokens, start + known, image_mask, embeds
-                )
+                TrueStates(sequence.slot, starts, counts, states[:, :known], tokens, start + known, image_mask, embeds)
             )
         if known < len(ids):
             self._pending[sequence.slot, 0] = states[0, -1]
@@ -148,12 +151,15 @@ class Runner:
     def batch(self, slot: int, rows: Many[Sequence | None], starts: Many[int], length: int) -> Batch:
         return Batch(slot, rows, starts, length, rows_of(rows, self.target.device))
 
-    def catch_up(self, batch: Batch) -> None:
-        """The drafter reads the states that wait for it, of all sequences that it follows."""
+    def catch_up(self, batch: Batch, at_least: int = 1) -> None:
+        """The drafter reads the states that wait for it, of all sequences that it follows.
+
+        ``at_least`` so many places each: few sizes of a step are worth more than few places.
+        """
         assert self.drafter is not None and self._pending is not None
         sequences = followed(batch)
         counts = [s.pending if s else 0 for s in sequences]
-        width = next(n for n in (1, 2, 4, 6, 8, 12, 16, self.catch_up_most) if n >= max(counts))
+        width = catch_up_bucket(max(at_least, *counts), self.catch_up_most)
         tokens = [s.ids[s.length - s.pending + 1 : s.length + 1] if s else [] for s in sequences]
         covered = [s.length - s.pending if s else start for s, start in zip(sequences, batch.starts, strict=True)]
         self.drafter.extend(
@@ -173,7 +179,7 @@ class Runner:
     def propose(self, batch: Batch, shape: DraftShape) -> Draft:
         """Lets the drafter catch up and draft. Sequences that it does not follow get nodes that are never accepted."""
         assert self.drafter is not None
-        self.catch_up(batch)
+        self.catch_up(batch, shape.num_steps + 1)
         sequences = followed(batch)
         lengths, roots = self._tensor(batch.starts), self._roots(batch)
         draft = self.drafter.propose(Drafting(sequences, lengths, roots, batch.choosing, batch.length), shape)
@@ -199,7 +205,7 @@ class Runner:
             draft.depths,
             None if draft.parents is None else ancestor_mask(draft),
         )
-        return self._forward(block, capture=any(s is not None and s.follows for s in batch.rows))
+        return self._forward(block)
 
     def keep(self, batch: Batch, draft: Draft, acceptance: Acceptance, states: torch.Tensor | None) -> None:
         """Keeps the accepted paths in the target's cache, and their states for the drafter."""
@@ -221,10 +227,20 @@ class Runner:
     def _roots(self, batch: Batch) -> torch.Tensor:
         return self._tensor([s.ids[-1] if s else 0 for s in batch.rows])
 
-    def _forward(self, block: Block, capture: bool, **how: Any) -> TargetOutput:
-        """States are captured where the drafter follows: plain decoding does not pay for them."""
-        self.target.set_eagle3_layers_to_capture(self.drafter.layer_ids if self.drafter and capture else None)
+    def compile(self, sequences: int, shape: DraftShape | None) -> None:
+        """Has steps of so many sequences with a draft of this shape run compiled from now on."""
+        self._capture()
+        self.target.compile(sequences, shape.num_draft_tokens if shape else 1)
+        if shape and self.drafter:
+            self.drafter.compile(sequences, catch_up_bucket(shape.num_steps + 1, self.catch_up_most), shape)
+
+    def _forward(self, block: Block, **how: Any) -> TargetOutput:
+        self._capture()
         return self.target.forward(block, self.cache, **how)
+
+    def _capture(self) -> None:
+        """Always, where there is a drafter: it costs a copy; another set of layers would be another compiled step."""
+        self.target.set_eagle3_layers_to_capture(self.drafter.layer_ids if self.drafter else None)
 
     def _tensor(self, values: Many[Any]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.long, device=self.target.device)

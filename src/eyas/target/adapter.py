@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from eyas.core import EyasError, TargetError, UsageError
 from eyas.target import special
 from eyas.target.cache import LayerShape, ProbeCache, SlotCache, StepCache
+from eyas.target.compiling import Step, any_length, compiled
 from eyas.target.contract import Block, TargetOutput
 from eyas.target.masks import MaskKinds
 
@@ -70,6 +71,7 @@ class HFTarget:
         self._cache_name, self._takes_logits_to_keep = forward_signature(model)
         self._layer_ids: tuple[int, ...] = ()
         self._noted = Noted()
+        self._compiled: dict[tuple[int, int, tuple[int, ...]], Step] = {}  # by sequences, tokens and captured layers
         self._hooks: dict[int, RemovableHandle] = {}
         weakref.finalize(self, remove, self._hooks)  # the model may live on
         self._shapes = self._probe()
@@ -80,6 +82,8 @@ class HFTarget:
     def set_eagle3_layers_to_capture(self, layer_ids: Sequence[int] | None) -> None:
         """Which states ``forward`` returns, as entry ids 0..n; None: none. Raises UsageError for ids out of range."""
         ids = tuple(layer_ids or ())
+        if ids == self._layer_ids and self._hooks:
+            return
         for layer in ids:
             if not 0 <= layer <= self.num_layers:
                 raise UsageError(
@@ -121,34 +125,85 @@ class HFTarget:
         them (encoder outputs and positions).
         """
         batch, count = block.tokens.shape
-        if images and (batch > 1 or bool(block.starts.any())):
-            raise ValueError("images go with the first block of a single, empty slot")
-        length = count if images else block.length
-        views = cache.views(block.slot, batch, length)
-        inputs: dict[str, Any] = {
-            "input_ids": block.tokens,
-            self._cache_name: StepCache(views, block.starts),
-            "use_cache": True,
-        }
+        if images:
+            return self._with_images(block, cache, images, last_only)
+        views = cache.views(block.slot, batch, block.length)
         depths = torch.arange(count, device=block.starts.device) if block.depths is None else block.depths
         places = block.starts[:, None] + depths
-        if images:  # the model works out its own masks (image blocks) and multi-axis positions, or they come with these
-            inputs |= self._placed(images)
-            special.take_rope_delta(self.model)  # one that somebody else left behind would be taken for this image's
-        else:
-            inputs["attention_mask"] = self._masks.build(block, self.dtype)
-            positions = places.clamp(max=self._last_position)  # before the deltas: behind a video they count further
-            inputs["position_ids"] = positions if block.rope_deltas is None else positions + block.rope_deltas[:, None]
-        if self._takes_logits_to_keep:
-            inputs["logits_to_keep"] = 1 if last_only else 0
-        with special.llama4_temperature(self.layers, places):
-            logits, captured = self._captured_run(inputs)
-        return TargetOutput(
-            logits=logits[:, -1:] if last_only else logits,
-            states=torch.cat([captured[i] for i in self._layer_ids], dim=-1) if self._layer_ids else None,
-            embeds=captured[0] if images else None,
-            rope_delta=special.rope_delta(self.model, images, count) if images else 0,
-        )
+        positions = places.clamp(max=self._last_position)  # before the deltas: behind a video they count further
+        positions = positions if block.rope_deltas is None else positions + block.rope_deltas[:, None]
+        masks = self._masks.build(block, self.dtype)
+        if not last_only and (step := self._compiled.get((batch, count, self._layer_ids))) is not None:
+            return TargetOutput(*step(block.tokens, positions, masks, block.starts, views))
+        with special.llama4_temperature(self.layers, places), special.llama4_wrapper(self.model):
+            return TargetOutput(*self._step(block.tokens, positions, masks, block.starts, views, last_only))
+
+    def _step(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        masks: torch.Tensor | dict[str, torch.Tensor],
+        starts: torch.Tensor,
+        views: dict[int, tuple[torch.Tensor, torch.Tensor]],
+        last_only: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits and captured states: tensors in, tensors out, so that it can be compiled."""
+        inputs: dict[str, Any] = {
+            "input_ids": tokens,
+            "position_ids": positions,
+            "attention_mask": masks,
+            self._cache_name: StepCache(views, starts),
+            "use_cache": True,
+        }
+        logits, captured = self._run(inputs, last_only)
+        states = torch.cat([captured[i] for i in self._layer_ids], dim=-1) if self._layer_ids else None
+        return logits, states
+
+    def _with_images(self, block: Block, cache: SlotCache, images: Mapping[str, Any], last_only: bool) -> TargetOutput:
+        """The model works out its own masks (image blocks) and multi-axis positions, or they come with the images."""
+        count = block.tokens.shape[1]
+        if len(block.tokens) > 1 or block.ancestors is not None or int(block.starts[0]) > 0:
+            raise ValueError("images go with the first block of a single, empty slot")
+        inputs = {
+            "input_ids": block.tokens,
+            self._cache_name: StepCache(cache.views(block.slot, 1, count), block.starts),
+            "use_cache": True,
+            **self._placed(images),
+        }
+        special.take_rope_delta(self.model)  # one that somebody else left behind would be taken for this image's
+        places = torch.arange(count, device=block.starts.device)[None]
+        with special.llama4_temperature(self.layers, places), special.llama4_wrapper(self.model):
+            logits, captured = self._run(inputs, last_only)
+        states = torch.cat([captured[i] for i in self._layer_ids], dim=-1) if self._layer_ids else None
+        delta = special.rope_delta(self.model, images, count)
+        return TargetOutput(logits, states, captured[0], delta)
+
+    @property
+    def compilable(self) -> bool:
+        """Whether steps can be compiled: models that need something done around every pass cannot be."""
+        return not special.needs_help(self.model, self.layers)
+
+    @torch.inference_mode()
+    def compile(self, sequences: int, tokens: int) -> None:
+        """Has ``forward`` run blocks of this size compiled from now on, capturing the layers it captures now.
+
+        Takes up to a minute the first time on a machine, and seconds when torch finds its work in its cache.
+        """
+        size = (sequences, tokens, self._layer_ids)
+        if size in self._compiled:
+            return
+        cache = self.new_cache(sequences * 2 * max(tokens, 64))
+        cache.layout(sequences, 2 * max(tokens, 64))
+        views = cache.views(0, sequences, cache.length)
+        starts = torch.zeros(sequences, dtype=torch.long, device=self.device)
+        ids = torch.zeros(sequences, tokens, dtype=torch.long, device=self.device)
+        positions = (starts[:, None] + torch.arange(tokens, device=self.device)).clamp(max=self._last_position)
+        masks = self._masks.build(Block(ids, 0, starts, cache.length), self.dtype)
+        any_length((part for pair in views.values() for part in pair), dim=2)
+        any_length(masks.values() if isinstance(masks, dict) else [masks], dim=3)
+        step = compiled(type(self)._step, self)
+        step(ids, positions, masks, starts, views)
+        self._compiled[size] = step
 
     def image_positions(self, tokens: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
         """Bool [B, T]: where ``embeds`` (what entered layer 0) stands for a piece of an image.
@@ -186,29 +241,31 @@ class HFTarget:
             return self.layers[layer].register_forward_pre_hook(entering, with_kwargs=True)
         return self.layers[-1].register_forward_hook(leaving)
 
-    def _captured_run(self, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    def _run(self, inputs: dict[str, Any], last_only: bool = False) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Logits and the states that the hooks noted. Raises TargetError for a layer that did not run."""
         captured: dict[int, torch.Tensor] = {}
+        if self._takes_logits_to_keep:
+            inputs["logits_to_keep"] = 1 if last_only else 0
         self._noted.states = captured
         try:
-            logits = self._run(**inputs)
+            logits = self.model(**inputs).logits
         finally:
             self._noted.states = None
         if skipped := [layer for layer in self._layer_ids if layer not in captured]:
             raise TargetError(
                 f"{type(self.model).__name__} did not run layers {skipped} of the {self.num_layers} it has."
             )
-        return logits, captured
-
-    def _run(self, **inputs: Any) -> torch.Tensor:
-        with special.llama4_wrapper(self.model):
-            return self.model(**inputs).logits
+        return logits[:, -1:] if last_only else logits, captured
 
     def _probe(self) -> dict[int, LayerShape]:
         cache = ProbeCache()
         token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        with torch.no_grad(), self._explained("does not run on token ids, positions and a cache alone"):
-            self._run(input_ids=token, position_ids=token, use_cache=True, **{self._cache_name: cache})
+        with (
+            torch.no_grad(),
+            special.llama4_wrapper(self.model),
+            self._explained("does not run on token ids, positions and a cache alone"),
+        ):
+            self._run({"input_ids": token, "position_ids": token, "use_cache": True, self._cache_name: cache})
         if not cache.shapes:
             raise TargetError(f"{type(self.model).__name__} wrote no keys and values to the cache it was given.")
         return cache.shapes
@@ -259,8 +316,9 @@ class HFTarget:
             self._check_states(out.states)
             return out.logits[0].float()
 
-        with torch.no_grad():
-            line = self._run(input_ids=torch.tensor([[a, b, c, d, e, f]], device=self.device), use_cache=False)
+        with torch.no_grad(), special.llama4_wrapper(self.model):
+            ids = torch.tensor([[a, b, c, d, e, f]], device=self.device)
+            line, _ = self._run({"input_ids": ids, "use_cache": False})
         prefix = run([a, b, c], 0)
         tree = run([d, x, e], 3, ([0, 1, 1], [[True, False, False], [True, True, False], [True, False, True]]))
         cache.keep(0, *(torch.tensor(x, device=self.device) for x in ([3], [[0, 2]])))

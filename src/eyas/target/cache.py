@@ -32,23 +32,23 @@ class SlotCache:
     """Keys and values of every layer for a fixed number of rows, laid out as ``[slots, heads, length, size]``.
 
     ``layout`` decides how many slots of which length the rows make, and may be called at any time: many short sequences
-    or few long ones share the same memory, and a batch is always a plain view. Layers of one shape share a tensor, so
-    keeping an accepted path is one gather for all of them. Sliding windows and chunks are the mask's business: a cache
-    that drops old entries could not roll back.
+    or few long ones share the same memory, and a batch is always a plain view. Sliding windows and chunks are the
+    mask's business: a cache that drops old entries could not roll back.
     """
 
     def __init__(self, shapes: Mapping[int, LayerShape], rows: int):
         self.rows, self.slots, self.length = rows, 0, 0
-        self._kinds = {shape: [layer for layer, s in shapes.items() if s == shape] for shape in shapes.values()}
-        # zeros, not empty: a masked position still multiplies by 0, and 0 * NaN is NaN
+        self.shapes = dict(shapes)
+        # Zeros, not empty: a masked position still multiplies by 0, and 0 * NaN is NaN. Each layer has memory of its
+        # own: a compiled step could not write to two of its arguments if they were parts of one.
         self._memory = {
-            shape: tuple(
-                torch.zeros(len(layers), shape.heads * rows * size, dtype=shape.dtype, device=shape.device)
+            layer: tuple(
+                torch.zeros(shape.heads * rows * size, dtype=shape.dtype, device=shape.device)
                 for size in (shape.key_size, shape.value_size)
             )
-            for shape, layers in self._kinds.items()
+            for layer, shape in self.shapes.items()
         }
-        self._pools: list[torch.Tensor] = []  # [layers, slots, heads, length, size], of keys and of values by turns
+        self._pools: list[torch.Tensor] = []  # [slots, heads, length, size]: a layer's keys, its values, the next's ...
         self.layout(1, rows)
 
     @property
@@ -61,49 +61,41 @@ class SlotCache:
             raise ValueError(f"{slots} slots of {length} rows do not fit {self.rows} rows")
         if (slots, length) == (self.slots, self.length):
             return
-        pools = []
-        old = iter(self._pools)
         kept, rows = min(slots, self.slots), min(length, self.length)
-        for shape, pair in self._memory.items():
-            for memory, size in zip(pair, (shape.key_size, shape.value_size), strict=True):
-                before = next(old, None)
-                numel = slots * shape.heads * length * size
-                after = memory[:, :numel].view(len(memory), slots, shape.heads, length, size)
-                if before is not None:
-                    for layer in range(len(memory)):  # one at a time: old and new share the memory
-                        after[layer, :kept, :, :rows] = before[layer, :kept, :, :rows].clone()
-                pools.append(after)
-        self._pools, self.slots, self.length = pools, slots, length
+        before, self._pools = self._pools, []
+        for layer, shape in self.shapes.items():
+            for memory, size in zip(self._memory[layer], (shape.key_size, shape.value_size), strict=True):
+                after = memory[: slots * shape.heads * length * size].view(slots, shape.heads, length, size)
+                if before:
+                    after[:kept, :, :rows] = before[len(self._pools)][:kept, :, :rows].clone()  # of the same memory
+                self._pools.append(after)
+        self.slots, self.length = slots, length
 
     def views(self, slot: int, count: int, length: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """By layer: keys and values ``[count, heads, length, size]`` of neighbouring slots, to read and write."""
-        views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        pools = iter(self._pools)
-        for layers in self._kinds.values():
-            keys, values = (pool[:, slot : slot + count, :, :length] for pool in (next(pools), next(pools)))
-            views.update((layer, (keys[i], values[i])) for i, layer in enumerate(layers))
-        return views
+        parts = [pool[slot : slot + count, :, :length] for pool in self._pools]
+        return dict(zip(self.shapes, zip(parts[::2], parts[1::2], strict=True), strict=True))
 
     def keep(self, slot: int, starts: torch.Tensor, path: torch.Tensor) -> None:
         """Makes row ``starts[b] + path[b, i]`` of slot + b its row ``starts[b] + i``, all at once.
 
         starts int64 [B]; path int64 [B, P]. What lies behind is free to be overwritten.
         """
-        count = torch.arange(path.shape[1], device=path.device)
         slots = torch.arange(slot, slot + len(path), device=path.device)[:, None]
+        sources = starts[:, None] + path
+        rows = starts[:, None] + torch.arange(path.shape[1], device=path.device)
         for pool in self._pools:
-            moved = pool[:, slots, :, starts[:, None] + path]  # [B, P, layers, heads, size], advanced first
-            pool[:, slots, :, starts[:, None] + count] = moved
+            pool[slots, :, rows] = pool[slots, :, sources]
 
     def copy(self, source: int, dest: int, rows: int) -> None:
         """Makes the first ``rows`` rows of a slot those of another."""
         for pool in self._pools:
-            pool[:, dest, :, :rows] = pool[:, source, :, :rows]
+            pool[dest, :, :rows] = pool[source, :, :rows]
 
     def clear(self, slot: int, count: int = 1, start: int = 0) -> None:
         """Zeroes slots from row ``start`` on: they may hold NaN, which a masked row would still spread."""
         for pool in self._pools:
-            pool[:, slot : slot + count, :, start:].zero_()
+            pool[slot : slot + count, :, start:].zero_()
 
 
 class StepCache(Cache):

@@ -9,6 +9,7 @@ import torch
 
 from eyas.core import TargetError
 from eyas.target.contract import Block
+from eyas.target.tuning import ATTENTION
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class MaskKinds:
         Raises TargetError for attention implementations or layer kinds that cannot take a tree mask.
         """
         implementation = config._attn_implementation
-        if implementation not in ("sdpa", "eager"):
+        if implementation not in ("sdpa", ATTENTION, "eager"):
             raise TargetError(
                 f"Attention implementation {implementation!r} takes no tree mask; load the model with "
                 "attn_implementation='sdpa', or 'eager' where the model has no sdpa."

@@ -40,15 +40,7 @@ def llama4_temperature(layers: list[nn.Module], places: torch.Tensor) -> Iterato
     In a tree the row index is not the position, so the model's own scaling is switched off for one forward pass and
     applied to the output of ``q_proj`` (nothing lies between the two on these layers) from ``places`` [B, T].
     """
-    attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in layers]
-    tuned = [
-        attention
-        for attention in attentions
-        if type(attention).__name__ == "Llama4TextAttention"
-        and attention.attn_temperature_tuning
-        and not attention.use_rope
-    ]
-    handles = []
+    handles, tuned = [], _tuned(layers)
     for attention in tuned:
         scale = torch.log1p(torch.floor((places.float() + 1.0) / attention.floor_scale)) * attention.attn_scale + 1.0
 
@@ -64,6 +56,22 @@ def llama4_temperature(layers: list[nn.Module], places: torch.Tensor) -> Iterato
             handle.remove()
         for attention in tuned:
             attention.attn_temperature_tuning = True
+
+
+def _tuned(layers: list[nn.Module]) -> list[Any]:
+    attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in layers]
+    return [
+        attention
+        for attention in attentions
+        if type(attention).__name__ == "Llama4TextAttention"
+        and attention.attn_temperature_tuning
+        and not attention.use_rope
+    ]
+
+
+def needs_help(model: Any, layers: list[nn.Module]) -> bool:
+    """Whether one of the exceptions above applies to every pass of this model."""
+    return type(model).__name__ == "Llama4ForConditionalGeneration" or bool(_tuned(layers))
 
 
 def rope_delta(model: nn.Module, images: Mapping[str, Any], count: int) -> int:
