@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from eyas.core import DraftShape
-from eyas.speculation.cost import CONFIRMED, FORWARD, PROPOSE, REST, AcceptanceRates, CostModel, Estimate, best, expected_tokens
+from eyas.engine.stats import PolicyStatistics, PolicyTally
+from eyas.speculation.cost import (
+    CONFIRMED,
+    FORWARD,
+    PROPOSE,
+    REST,
+    AcceptanceRates,
+    CostModel,
+    Estimate,
+    best,
+    expected_tokens,
+)
 
 EXPLORATION = 0.02  # of the time: steps that another choice was predicted to beat
 MARGIN = 1.03  # a choice must promise so much more than the current one
-FIRST, LAST = 64, 1024  # steps from one look at another choice to the next: doubled each time it loses
+FIRST, LAST = 64, 512  # steps from one look at another choice to the next: doubled each time it loses
 LOOK = 6  # drafts that make a look at the drafter
 HOPELESS = 1.1  # tokens per step that no draft is worth
 
 PRIOR, PRIOR_WEIGHT = 0.6, 3.0  # the rate that a drafter is believed to have, and drafts that speak for it
 DEEPER_WEIGHT = 4.0  # drafts that say: a position is as good as the one before it
 MEMORY, TREE_MEMORY, RECENT = 300, 50, 20  # drafts after which evidence has lost two thirds of its weight
+
+Options = dict[DraftShape | None, Estimate]  # fastest first
 
 
 @dataclass(frozen=True)
@@ -62,19 +74,10 @@ class StepReport:
         return self.propose_seconds + self.verify_seconds + self.rest_seconds
 
 
-@dataclass(frozen=True)
-class PolicyStatistics:
-    choice: str
-    reason: str
-    steps: int
-    shares: dict[str, float]  # of the steps, by choice
-    measured: dict[str, float]  # tokens per second, by choice, all batch sizes together
-    predicted: dict[str, float]  # the same for the last step's batch
-    exploration: float  # share of the time
-
-
 class Policy(Protocol):
     """Decides before every decoding step and is told after it what came of it."""
+
+    shapes: Sequence[DraftShape]  # that it may ask for
 
     def decide(self, view: BatchView) -> Decision: ...
 
@@ -91,7 +94,8 @@ class Fixed:
 
     def __init__(self, shape: DraftShape | None):
         self.shape = shape
-        self._tally = _Tally()
+        self.shapes: Sequence[DraftShape] = (shape,) if shape else ()
+        self._tally = PolicyTally()
 
     def decide(self, view: BatchView) -> Decision:
         shape = limited(self.shape, view.room - 1) if self.shape and view.drafted else None
@@ -99,7 +103,7 @@ class Fixed:
         return Decision(shape, f"{describe(shape)}: {reason}", follow=self.follow())
 
     def observe(self, report: StepReport) -> None:
-        self._tally.add(report)
+        _count(self._tally, report)
 
     def follow(self) -> bool:
         return self.shape is not None
@@ -124,19 +128,19 @@ class Auto:
     """
 
     def __init__(self, shapes: Sequence[DraftShape], costs: CostModel | None = None):
-        self.shapes = tuple(shapes)
+        self.shapes: Sequence[DraftShape] = tuple(shapes)
         self.costs = costs or CostModel()
         self.evidence = Evidence()
         self._depth = max((shape.num_steps for shape in self.shapes), default=0)
         self._width = max((shape.eagle_topk for shape in self.shapes), default=1)
-        self._tally = _Tally()
+        self._tally = PolicyTally()
         self._estimates: list[Estimate] = []
         self._current: dict[int, DraftShape | None] = {}  # by batch size
-        self._looks: dict[tuple[int, DraftShape | None | str], _Look] = {}
+        self._looks: dict[tuple[int, str], _Look] = {}
         self._burst: _Burst | None = None
         self._bucket = 1
         self._worthwhile = True  # to draft, if all sequences were followed
-        self._probe_seconds = 0.0
+        self._draft_seconds = 0.0  # of the best drafting step
         self._prompts = self._probed = 0  # new prompts since drafting is not worthwhile, and those fed to the drafter
 
     def decide(self, view: BatchView) -> Decision:
@@ -144,15 +148,17 @@ class Auto:
         everyone = best(self.shapes, self.costs, rates, sequences=view.sequences, **size)
         self._bucket = view.bucket
         self._worthwhile = bool(self.shapes) and (everyone[0].shape is not None or not self._knows_drafter)
-        self._probe_seconds = LOOK * (everyone[0].seconds or 0.0)
+        self._draft_seconds = next((e.seconds for e in everyone if e.shape and e.seconds), 0.0)
         shapes = [shape for shape in self.shapes if view.drafted and shape.num_steps < view.room]
-        options = best(shapes, self.costs, rates, sequences=view.sequences, drafted=view.drafted, **size)
+        options = everyone
+        if len(shapes) < len(self.shapes) or view.drafted < view.sequences:
+            options = best(shapes, self.costs, rates, sequences=view.sequences, drafted=view.drafted, **size)
         self._estimates = options
         shape, explores, why = self._choose(view, {estimate.shape: estimate for estimate in options})
         return Decision(shape, self._reason(shape, why), explores, follow=self._worthwhile or self._burst is not None)
 
     def observe(self, report: StepReport) -> None:
-        self._tally.add(report)
+        _count(self._tally, report)
         self.costs.record(FORWARD, report.B, report.T, report.S, report.verify_seconds)
         self.costs.record(REST, report.B, report.T, 0, report.rest_seconds)
         shape = report.decision.shape
@@ -170,9 +176,8 @@ class Auto:
             self._prompts = self._probed = 0
             return True
         self._prompts += 1
-        look = self._looks.get((self._bucket, "drafting"))
-        due = look is not None and look.due <= self._tally.steps and self._affords(self._probe_seconds)
-        if not self.shapes or not due or 8 * self._probed >= self._prompts:
+        look = self._look(self._bucket, "drafting")
+        if not self.shapes or not self._due(look, LOOK * self._draft_seconds) or 8 * self._probed >= self._prompts:
             return False
         self._probed += 1
         return True
@@ -180,8 +185,8 @@ class Auto:
     def statistics(self) -> PolicyStatistics:
         return self._tally.statistics({describe(e.shape): e.speed for e in self._estimates if e.speed})
 
-    def _choose(self, view: BatchView, options: dict[DraftShape | None, Estimate]) -> tuple[DraftShape | None, bool, str]:
-        """The shape, whether it is against the prediction, and what to say of it if it does not say so itself."""
+    def _choose(self, view: BatchView, options: Options) -> tuple[DraftShape | None, bool, str]:
+        """The shape, whether it is against the prediction, and what there is to say of that."""
         if len(options) == 1:
             return None, False, "nothing to draft for"
         if self.costs.samples(FORWARD, view.bucket, 1) < CONFIRMED:
@@ -192,15 +197,15 @@ class Auto:
             self._burst = _Burst(min(options, key=lambda s: abs(s.num_steps + s.eagle_topk - 1 - depth) if s else 99))
         chosen = self._favourite(view, options)
         if self._burst and self._burst.over(options):
-            self._settle(self._burst, view.bucket, chosen)
+            self._settle(self._burst, chosen)
         if self._burst is None:
-            self._burst = self._due(view, options, chosen)
+            self._burst = self._next_burst(view, options, chosen)
         if self._burst and self._burst.shape in options:
             against = self._knows_drafter and self._burst.shape != chosen
             return self._burst.shape, against, "to see whether it is better" if against else ""
         return chosen, False, ""
 
-    def _favourite(self, view: BatchView, options: dict[DraftShape | None, Estimate]) -> DraftShape | None:
+    def _favourite(self, view: BatchView, options: Options) -> DraftShape | None:
         """The fastest; the current one as long as that is hardly better, and plain decoding is not."""
         leader = next(iter(options))
         current = self._current.setdefault(view.bucket, None)
@@ -211,39 +216,42 @@ class Auto:
             self._current[view.bucket] = leader
         return self._current[view.bucket]
 
-    def _due(
-        self, view: BatchView, options: dict[DraftShape | None, Estimate], chosen: DraftShape | None
-    ) -> _Burst | None:
-        """The next look at another choice, if it is time for one and there is time for it.
+    def _next_burst(self, view: BatchView, options: Options, chosen: DraftShape | None) -> _Burst | None:
+        """A look at another choice, if it is time for one and there is time for it.
 
-        Off plain decoding: at the best draft. Off a draft: at plain decoding, the next smaller and larger chain, trees.
+        Off plain decoding: at the best draft. Off a draft: at plain decoding, at a step less or more, and at the best
+        tree (off a chain) or chain (off a tree). What has waited longest comes first.
         """
+        drafts: list[DraftShape | None] = [shape for shape in options if shape]
         if chosen is None:
-            shape = next(shape for shape in options if shape is not None)
-            others: dict[DraftShape | None, DraftShape | None | str] = {shape: "drafting"}
+            looks = [(self._look(view.bucket, "drafting"), drafts[0])]
         else:
             kin = [shape for shape in self.shapes if shape in options and shape.eagle_topk == chosen.eagle_topk]
             at = kin.index(chosen)
-            strangers = [shape for shape in options if shape and shape.eagle_topk != chosen.eagle_topk]
-            others = {shape: shape for shape in (None, *kin[max(at - 1, 0) : at], *kin[at + 1 : at + 2], *strangers[:1])}
-        for shape, key in others.items():
-            look = self._looks.setdefault((view.bucket, key), _Look(self._tally.steps + FIRST))
-            steps = max(CONFIRMED, math.ceil(LOOK / view.drafted)) if shape else CONFIRMED
-            if look.due <= self._tally.steps and self._affords(steps * (options[shape].seconds or 0.0)):
-                if chosen is None:
-                    self.evidence.doubt()
-                return _Burst(shape, look, LOOK if shape and chosen is None else 0)
-        return None
+            strangers = [shape for shape in drafts if shape not in kin]
+            others = [None, *kin[max(at - 1, 0) : at], *kin[at + 1 : at + 2], *strangers[:1]]
+            looks = [(self._look(view.bucket, describe(shape)), shape) for shape in others]
+        look, shape = min(looks, key=lambda pair: pair[0].due)
+        steps = max(CONFIRMED, math.ceil(LOOK / view.drafted)) if chosen is None else CONFIRMED
+        if not self._due(look, steps * (options[shape].seconds or 0.0)):
+            return None
+        if chosen is None:
+            self.evidence.doubt()
+        return _Burst(shape, look, LOOK if chosen is None else 0)
 
-    def _settle(self, burst: _Burst, bucket: int, chosen: DraftShape | None) -> None:
+    def _look(self, bucket: int, what: str) -> _Look:
+        return self._looks.setdefault((bucket, what), _Look(self._tally.steps + FIRST))
+
+    def _due(self, look: _Look, seconds: float) -> bool:
+        affordable = self._tally.explored + seconds <= EXPLORATION * self._tally.seconds
+        return look.due <= self._tally.steps and affordable
+
+    def _settle(self, burst: _Burst, chosen: DraftShape | None) -> None:
         self._burst = None
         if burst.look:
             won = chosen is not None if burst.least else chosen == burst.shape
             burst.look.interval = FIRST if won else min(2 * burst.look.interval, LAST)
             burst.look.due = self._tally.steps + burst.look.interval
-
-    def _affords(self, seconds: float) -> bool:
-        return self._tally.explored + seconds <= EXPLORATION * self._tally.seconds
 
     @property
     def _knows_drafter(self) -> bool:
@@ -292,7 +300,8 @@ class Evidence:
                 reached, accepted = reached + DEEPER_WEIGHT, accepted + DEEPER_WEIGHT * first[-1]
             first.append(accepted / reached)
         expected, seen = self._tree
-        return AcceptanceRates.from_first([round(rate, 2) for rate in first], width, round(seen / expected, 2))
+        tree = (seen + 0.5) / (expected + 0.5)
+        return AcceptanceRates.from_first([round(rate, 2) for rate in first], width, round(tree, 2))
 
     def doubt(self) -> None:
         """Old evidence shall count no more than a first guess: a new look decides."""
@@ -309,7 +318,7 @@ class Evidence:
                 counts[depth] += count
 
     def _observe_tree(self, shape: DraftShape, reached: Sequence[int], accepted: Sequence[int]) -> None:
-        """Whether one of the children was right: what the model says of the first one's share in that tells the rest."""
+        """Counts say whether any child was right; how much of it was the first one's is what the model says."""
         rates = self.rates(shape.num_steps, shape.eagle_topk)
         modelled = expected_tokens(shape, AcceptanceRates(rates.by_rank)) - 1
         keep = math.exp(-reached[0] / TREE_MEMORY)
@@ -349,7 +358,7 @@ class _Burst:
     steps: int = 0
     drafts: int = 0
 
-    def over(self, options: dict[DraftShape | None, Estimate]) -> bool:
+    def over(self, options: Options) -> bool:
         if self.drafts < self.least:
             return False
         estimate = options.get(self.shape)
@@ -357,35 +366,9 @@ class _Burst:
         return self.steps >= CONFIRMED or bool(hopeless)
 
 
-@dataclass
-class _Tally:
-    """What was done, for statistics."""
-
-    steps: int = 0
-    seconds: float = 0.0
-    explored: float = 0.0  # seconds
-    last: Decision | None = None
-    by_choice: dict[str, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0, 0.0, 0.0]))
-
-    def add(self, report: StepReport) -> None:
-        self.steps += 1
-        self.seconds += report.seconds
-        self.explored += report.seconds if report.decision.explores else 0.0
-        self.last = report.decision
-        counts = self.by_choice[describe(report.decision.shape)]
-        for i, count in enumerate((1, report.emitted, report.seconds)):
-            counts[i] += count
-
-    def statistics(self, predicted: dict[str, float]) -> PolicyStatistics:
-        return PolicyStatistics(
-            choice=describe(self.last.shape) if self.last else "",
-            reason=self.last.reason if self.last else "",
-            steps=self.steps,
-            shares={choice: steps / self.steps for choice, (steps, _, _) in self.by_choice.items()},
-            measured={choice: tokens / s for choice, (_, tokens, s) in self.by_choice.items() if s > 0},
-            predicted=predicted,
-            exploration=self.explored / self.seconds if self.seconds else 0.0,
-        )
+def _count(tally: PolicyTally, report: StepReport) -> None:
+    decision = report.decision
+    tally.add(describe(decision.shape), decision.reason, report.emitted, report.seconds, explored=decision.explores)
 
 
 def describe(shape: DraftShape | None) -> str:
