@@ -78,6 +78,8 @@ class ScriptedDrafter:
     when its sequence is drafted for: only then is it known whose it is. What is not right raises ``Wrong``.
     """
 
+    row_nbytes = 1
+
     def __init__(
         self,
         scripts: Mapping[str, Script],

@@ -106,7 +106,14 @@ def target_of(name: str) -> HFTarget:
 
 
 def engine_for(name: str, drafter: Drafter | None = None, shape: DraftShape | None = None, **settings: Any) -> Engine:
-    return Engine(target_of(name), drafter, shape=shape, **{"context_length": CONTEXT, **settings})
+    """Nothing is wrong with these targets: what fails shall not be hidden by decoding plainly instead."""
+    engine = Engine(target_of(name), drafter, shape=shape, **{"context_length": CONTEXT, **settings})
+    engine._alone = undisturbed  # type: ignore[method-assign]
+    return engine
+
+
+def undisturbed(sequence: Any) -> Output:
+    raise AssertionError("a step failed and would have been done again, plainly")
 
 
 def scripted(scripts: Mapping[str, Script] | Script, errs: Errs = lambda step: 0) -> ScriptedDrafter:
@@ -205,7 +212,6 @@ def run(engine: Engine, *requests: Request) -> dict[str, Answer]:
     for request in requests:
         engine.add(request)
     collect(engine, answers)
-    assert sorted(engine.scheduler.free) == list(range(engine.runner.cache.slots)), "a slot was lost"
     return answers
 
 
@@ -215,6 +221,7 @@ def collect(engine: Engine, answers: dict[str, Answer]) -> None:
             break
         for output in engine.step():
             answers[output.request_id].outputs.append(output)
+        engine.scheduler.check()
     assert engine.idle, "it never ends"
     for answer in answers.values():
         assert [output.finish_reason is not None for output in answer.outputs[:-1]].count(True) == 0

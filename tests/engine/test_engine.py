@@ -29,11 +29,13 @@ from engine.harness import (
     truth,
     words,
 )
-from scripted import ScriptedDrafter, plans
+from scripted import ScriptedDrafter, Wrong, plans
 
 from eyas.core import Draft, DraftShape, NonFiniteLogitsError, Request, RequestError, SamplingParams, UsageError
-from eyas.engine import runner
-from eyas.engine.engine import Engine, limited
+from eyas.drafter.contract import Drafting
+from eyas.engine.engine import Engine
+from eyas.engine.policy import limited
+from eyas.engine.runner import Runner
 from eyas.engine.stats import AcceptanceStats
 from eyas.target.adapter import HFTarget
 
@@ -63,28 +65,29 @@ def word(place: int) -> str:
 
 
 class Recorder(ScriptedDrafter):
-    """Keeps every draft it made."""
+    """Keeps every draft it made: how deep it was, and of how many tokens beside the root."""
 
     def start(self, *args: Any) -> None:
         super().start(*args)
-        self.drafts: list[Draft] = []
+        self.drafts: list[tuple[int, int]] = []
 
-    def propose(self, sequences: Any, shape: DraftShape) -> list[Draft]:
-        drafts = super().propose(sequences, shape)
-        self.drafts += drafts
-        return drafts
+    def propose(self, drafting: Drafting, shape: DraftShape) -> Draft:
+        draft = super().propose(drafting, shape)
+        depth = draft.tokens.shape[1] - 1 if draft.depths is None else int(draft.depths.max())
+        self.drafts.append((depth, draft.tokens.shape[1] - 1))
+        return draft
 
 
-def recount(drafts: list[Draft], answer: Answer) -> AcceptanceStats:
+def recount(drafts: list[tuple[int, int]], answer: Answer) -> AcceptanceStats:
     """Statistics from the drafts and what was emitted after each, position by position."""
     outputs = answer.outputs[1 : 1 + len(drafts)]  # the first came of the prompt; a last one may have needed no draft
     assert all(not token.drafted for output in answer.outputs[1 + len(drafts) :] for token in output.emitted)
     stats = AcceptanceStats(steps=len(drafts))
-    for draft, output in zip(drafts, outputs, strict=True):
+    for (depth, tokens), output in zip(drafts, outputs, strict=True):
         hits = [token.drafted for token in output.emitted]
-        stats.drafted += len(draft.depths) - 1
+        stats.drafted += tokens
         stats.emitted += len(hits)
-        for position in range(max(draft.depths)):
+        for position in range(depth):
             if position == len(stats.reached):
                 stats.reached.append(0)
                 stats.accepted.append(0)
@@ -253,24 +256,31 @@ def test_statistics_in_words():
 
 @pytest.mark.parametrize("name", zoo.NAMES)
 @pytest.mark.parametrize("size", [1, 7, 8, 13])
-def test_prompts_in_pieces(name, size, monkeypatch):
+def test_prompts_in_pieces(name, size):
     """The drafter checks that it gets every piece once, with the first token of the next one."""
-    monkeypatch.setattr(runner, "PREFILL_CHUNK", size)
     expected = truth(name)
     request = expected.request(max_tokens=12)
     drafter = scripted(expected.script, plans(5)["in turn"])
-    assert decode(engine_for(name, drafter, CHAIN), request).tokens == expected.tokens[:12]
+    engine = engine_for(name, drafter, CHAIN, chunked_prefill_size=size)
+    assert decode(engine, request).tokens == expected.tokens[:12]
     again = replace(request, output_ids=expected.tokens[:5])
-    assert decode(engine_for(name, drafter, TREE), again).tokens == expected.tokens[5:12]
+    engine = engine_for(name, drafter, TREE, chunked_prefill_size=size)
+    assert decode(engine, again).tokens == expected.tokens[5:12]
+
+
+@pytest.mark.parametrize(("size", "steps"), [(1, 30), (7, 5), (10, 3), (29, 2), (30, 1), (None, 1)])
+def test_a_step_reads_no_more_than_a_piece(size, steps):
+    engine = engine_for(NAME, chunked_prefill_size=size)
+    engine.add(greedy())
+    assert [bool(engine.step()) for _ in range(steps)] == [False] * (steps - 1) + [True]
 
 
 @pytest.mark.parametrize("name", [c.name for c in zoo.CASES if c.image])
-def test_an_image_is_never_split(name, monkeypatch):
-    monkeypatch.setattr(runner, "PREFILL_CHUNK", 4)
+def test_an_image_is_never_split(name):
     expected = truth(name, image=True)
     for done in (0, 1, 9):
         request = replace(expected.request(max_tokens=20), output_ids=expected.tokens[:done])
-        engine = engine_for(name, scripted(expected.script, plans(5)["in turn"]))
+        engine = engine_for(name, scripted(expected.script, plans(5)["in turn"]), chunked_prefill_size=4)
         assert decode(engine, request).tokens == expected.tokens[done:20]
 
 
@@ -293,6 +303,8 @@ REFUSED = {
     "an answer out of range": ({"output_ids": [OUT]}, {}, "outside"),
     "a finished answer": ({"output_ids": [1] * 64}, {}, "64 tokens .* there already"),
     "stop strings without a tokenizer": ({}, {"stop": ("x",)}, "need a tokenizer"),
+    "a bias for an id too large": ({}, {"logit_bias": {3: 1.0, OUT: 1.0}}, f"token {OUT}, which is not in the target"),
+    "a bias for a negative id": ({}, {"logit_bias": {-1: 1.0}}, "token -1, which is not in the target"),
 }
 
 
@@ -312,9 +324,9 @@ def test_the_longest_prompt_that_is_let_in():
         assert len(answer.tokens) == made and answer.finish_reason == "length"
 
 
-@pytest.mark.parametrize("bias", [{OUT: 1.0}, {-1: 1.0}, dict.fromkeys(range(OUT), float("-inf"))], ids=str)
-def test_a_bias_that_leaves_nothing_fails_its_request_only(bias):
-    engine = engine_for(NAME, random_drafter(NAME), slots=2)
+def test_a_bias_that_leaves_nothing_fails_its_request_only():
+    engine = engine_for(NAME, random_drafter(NAME), max_running_requests=2)
+    bias = dict.fromkeys(range(OUT), float("-inf"))
     answers = run(engine, greedy(logit_bias=bias), replace(greedy(max_tokens=9), id="fine"))
     assert isinstance(answers["r"].error, RequestError) and answers["r"].finish_reason == "error"
     assert answers["fine"].tokens == truth(NAME).tokens[:9]
@@ -323,7 +335,7 @@ def test_a_bias_that_leaves_nothing_fails_its_request_only(bias):
 def test_images_that_the_target_cannot_read_fail_their_request_only():
     seen = truth("qwen2.5-vl", image=True)
     broken = {**seen.images, "pixel_values": seen.images["pixel_values"][:3]}
-    engine = engine_for("qwen2.5-vl", random_drafter("qwen2.5-vl"), slots=2)
+    engine = engine_for("qwen2.5-vl", random_drafter("qwen2.5-vl"), max_running_requests=2)
     answers = run(engine, replace(seen.request("fine"), images=broken, id="broken"), seen.request("fine"))
     assert isinstance(answers["broken"].error, RequestError) and "image" in str(answers["broken"].error)
     assert answers["fine"].tokens == seen.tokens
@@ -339,8 +351,8 @@ class Broken:
         self.model = zoo.case(NAME).build()
         self.target = HFTarget(self.model)
 
-    def engine(self, drafter: Any = None, shape: DraftShape | None = None, slots: int = 1) -> Engine:
-        return Engine(self.target, drafter, shape=shape, context_length=128, slots=slots)
+    def engine(self, drafter: Any = None, shape: DraftShape | None = None, running: int = 1) -> Engine:
+        return Engine(self.target, drafter, shape=shape, context_length=CONTEXT, max_running_requests=running)
 
     def head_breaks_at(self, place: int) -> None:
         """Logits behind ``place`` and later places are NaN; keys and values stay fine."""
@@ -407,7 +419,7 @@ def test_nan_in_a_prompt_beside_others(drafter):
     broken = Broken()
     broken.token_breaks(155)
     scripts = {id: replace(one.script, states=None) for id, one in (("long", expected), ("short", short))}
-    engine = broken.engine(scripted(scripts, plans(5)["in turn"]) if drafter != "none" else None, CHAIN, slots=2)
+    engine = broken.engine(scripted(scripts, plans(5)["in turn"]) if drafter != "none" else None, CHAIN, running=2)
     bad = replace(expected.request("bad"), prompt_ids=[*expected.prompt, 155, *[7] * 60])
     long = replace(expected.request("long"), output_ids=expected.tokens[:30])
     answers = run(engine, long, bad, short.request("short"))
@@ -433,15 +445,15 @@ def test_nan_beside_others(shape):
         scripts[str(number)] = replace(other.script, states=None)
     assert len(requests) > 1
     for errs in plans(shape.num_steps).values():
-        answers = run(broken.engine(scripted(scripts, errs), shape, slots=3), *requests)
+        answers = run(broken.engine(scripted(scripts, errs), shape, running=3), *requests)
         assert answers["r"].tokens == expected.tokens[: at + 1] and answers["r"].error is not None
         for number, other in enumerate(others):
             assert answers[str(number)].tokens == other.tokens
 
 
 @shapes
-@pytest.mark.parametrize("slots", [1, 2])
-def test_nan_behind_a_rejected_draft_token_is_not_met(shape, slots):
+@pytest.mark.parametrize("running", [1, 2])
+def test_nan_behind_a_rejected_draft_token_is_not_met(shape, running):
     """Plain decoding never reads the broken token, so drafting it must not be an error either."""
     expected = truth(NAME)
     broken = Broken()
@@ -453,7 +465,7 @@ def test_nan_behind_a_rejected_draft_token_is_not_met(shape, slots):
     longer = replace(expected.request("s"), output_ids=expected.tokens[:20])
     for plan in ("in turn", "wrong at 2"):
         errs = plans(shape.num_steps)[plan]
-        engine = broken.engine(scripted(scripts, errs), shape, slots)
+        engine = broken.engine(scripted(scripts, errs), shape, running)
         answers = run(engine, expected.request("r"), longer)
         assert answers["r"].error is None
         assert answers["r"].tokens == expected.tokens
@@ -485,24 +497,32 @@ BUGS: dict[str, tuple[Any, str, str, str, Callable[[pytest.MonkeyPatch], None]]]
         lambda patch: test_endings_inside_an_accepted_run(CHAIN),
     ),
     "what was dropped is counted": (
-        Engine, "_accept", "len(result.emitted)", "len(acceptance.tokens)",
+        Engine, "_take", "len(output.emitted)", "len(tokens)",
         lambda patch: test_statistics_against_a_recount(CHAIN, 9),
     ),
     "log-probabilities of the first nodes": (
-        Engine, "_emit", "logits[list(acceptance.path)]", "logits[: len(acceptance.path)]",
+        Engine, "_emit", "logits[path]", "logits[: len(path)]",
         lambda patch: test_log_probabilities(TREE),
     ),
     "NaN stays in the slot": (
-        Engine, "_fail", "self.runner.clear(sequence.slot)", "pass",
+        Engine, "_fail", "self.runner.clear(slot)", "pass",
         lambda patch: test_nan_in_a_prompt_beside_others("none"),
     ),
+    "NaN of a draft stays": (
+        Engine, "_alone", "self.runner.drop_draft(sequence)", "pass",
+        lambda patch: test_nan_behind_a_rejected_draft_token_is_not_met(TREE, 1),
+    ),
+    "a broken draft is an error": (
+        Engine, "_take", "return self._alone(sequence)", "return self._fail(sequence, no_choice(finite, 0))",
+        lambda patch: test_nan_behind_a_rejected_draft_token_is_not_met(TREE, 1),
+    ),
     "a slot is lost": (
-        Engine, "_fail", 'sequence.finish_reason = "error"', "pass",
+        Engine, "_fail", "self.scheduler.finish(sequence, 0)", "pass",
         lambda patch: test_nan_ends_its_request_and_nothing_else("head", CHAIN),
     ),
     "the first token of a piece is forgotten": (
-        runner.Runner, "prefill", "self._feed(sequence, pending, chunk[:1])", "pass",
-        lambda patch: test_prompts_in_pieces("llama", 7, patch),
+        Runner, "_feed", "[start + 1 : start + len(ids) + 1]", "[start + 1 : start + len(ids)]",
+        lambda patch: test_prompts_in_pieces("llama", 7),
     ),
 }  # fmt: skip
 
@@ -511,7 +531,7 @@ BUGS: dict[str, tuple[Any, str, str, str, Callable[[pytest.MonkeyPatch], None]]]
 def test_these_tests_see(bug, monkeypatch):
     *place, test = BUGS[bug]
     plant(monkeypatch, *place)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, Wrong)):
         test(monkeypatch)
 
 

@@ -20,11 +20,11 @@ from engine.harness import (
     scripted,
     truth,
 )
-from scripted import plans
+from scripted import Wrong, plans
 
 from eyas.engine import engine
+from eyas.engine.engine import Engine, Step
 from eyas.engine.runner import Runner
-from eyas.target.cache import SlotCache
 from eyas.target.masks import MaskKinds
 
 INPUTS = [*((name, False) for name in zoo.NAMES), *((c.name, True) for c in zoo.CASES if c.image)]
@@ -85,38 +85,61 @@ def test_an_answer_about_an_image_goes_on_as_if_it_had_never_stopped(name):
 
 
 BUGS: dict[str, tuple[Any, str, str, str]] = {
-    "a rejected branch stays": (Runner, "keep", "self.cache.keep(sequence.slot, start, path)", "pass"),
-    "a row too many stays": (
-        SlotCache,
+    "a rejected branch stays": (
+        Runner,
         "keep",
-        "torch.tensor(rows, device=tensor.device) + start",
-        "torch.tensor(rows) + start - 1",
+        "self.cache.keep(batch.slot, self._tensor(batch.starts), acceptance.path)",
+        "pass",
     ),
-    "states of the first nodes": (Runner, "keep", "states[self._tensor(path)]", "states[: len(path)]"),
-    "a place too few": (Runner, "keep", "sequence.length += len(path)", "sequence.length += len(path) - 1"),
-    "siblings see each other": (
+    "a row too many stays": (Runner, "keep", "acceptance.path)", "acceptance.path - 1)"),
+    "states of the first nodes": (
+        Runner,
+        "keep",
+        "states.gather(1, path[:, :, None].expand(-1, -1, states.shape[-1]))",
+        "states",
+    ),
+    "a place too few": (Engine, "_take", "sequence.length += len(tokens)", "sequence.length += len(tokens) - 1"),
+    "siblings see each other": (Runner, "verify", "ancestor_mask(draft)", "None"),
+    "rows for places": (
         Runner,
         "verify",
-        "ancestor_mask(draft.parents)",
-        "torch.ones(size, size).tril().bool()",
+        "draft.depths,",
+        "torch.arange(draft.tokens.shape[1]).expand_as(draft.tokens),",
     ),
-    "rows for places": (Runner, "verify", "torch.tensor(draft.depths)", "torch.arange(size)"),
-    "children of others": (engine, "accept", "draft.parents[node] == path[-1] and ", ""),
-    "a token is dropped": (
+    "children of others": (
         engine,
         "accept",
-        "return Acceptance(tuple(path), tuple(emitted))",
-        "return Acceptance(tuple(path[:2]), tuple(emitted[:3]))",
+        "above = draft.parents.clamp(min=0)",
+        "above = (draft.depths[:, :, None] - 1 == draft.depths[:, None]).long().argmax(-1)",
+    ),
+    "a token is dropped": (Step, "of", "rest[:count]", "rest[: min(count, 2)] + rest[3:count]"),
+    "an accepted path is cut": (
+        engine,
+        "accept",
+        "path.where(path < count, 0)",
+        "path.where((path < count) & (nodes < 2), 0)",
     ),
     "no window": (MaskKinds, "_one", "- self.window", "- 99"),
 }
+CHAIN_BUGS: dict[str, tuple[Any, str, str, str]] = {
+    "what is behind an error": (engine, "accept", ".cumprod(1).sum(1)", ".sum(1)"),
+    "a token less than was accepted": (engine, "accept", ".cumprod(1).sum(1)", ".cumprod(1)[:, :-1].sum(1)"),
+    "places start anew": (Runner, "verify", "self._tensor(batch.starts)", "0 * self._tensor(batch.starts)"),
+    "states one place late": (
+        Runner,
+        "keep",
+        "self._tensor(pending)[:, None] +",
+        "self._tensor(pending)[:, None] + 1 +",
+    ),
+    "states that wait are not counted": (Engine, "_take", "sequence.pending += len(tokens)", "sequence.pending += 1"),
+}
 
 
-@pytest.mark.parametrize("bug", BUGS)
-def test_these_tests_see(bug, monkeypatch):
-    plant(monkeypatch, *BUGS[bug])
-    with pytest.raises((AssertionError, ValueError, IndexError)):
-        test_errors_at_every_position("gemma3", False, "tree")
+@pytest.mark.parametrize(("shape", "bug"), [*(("tree", bug) for bug in BUGS), *(("chain", bug) for bug in CHAIN_BUGS)])
+def test_these_tests_see(shape, bug, monkeypatch):
+    plant(monkeypatch, *(BUGS | CHAIN_BUGS)[bug])
+    with pytest.raises((AssertionError, ValueError, IndexError, Wrong)):
+        test_errors_at_every_position("gemma3", False, shape)
 
 
 def test_these_tests_need_the_errors(monkeypatch):

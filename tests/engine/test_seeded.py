@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-import torch
 import zoo
 from engine.harness import (
     BUSH,
@@ -22,12 +21,13 @@ from engine.harness import (
     scripted,
     truth,
 )
-from scripted import plans
+from scripted import Wrong, plans
 
 from eyas.core import Request, SamplingParams
-from eyas.engine.engine import Engine
+from eyas.engine import engine
 from eyas.engine.sequence import Sequence
-from eyas.speculation.sampling import TokenHistory, choose, needs_history
+from eyas.speculation import sampling
+from eyas.speculation.sampling import TokenHistory, needs_history, perturbed
 
 TOKENS = 40
 STOPS = tuple(range(0, zoo.WORDS, 9))  # one word in nine: an answer reaches one soon
@@ -78,16 +78,17 @@ def plain(case: str, setting: str, seed: int = 7) -> list[int]:
 @cases
 def test_plain_decoding_is_the_choice_of_an_independent_pass(case, setting):
     request, tokens = request_for(case, setting), plain(case, setting)
-    sampling, prompt = request.sampling, list(request.prompt_ids)
+    params, prompt = request.sampling, list(request.prompt_ids)
     assert len(tokens) == TOKENS or tokens[-1] in STOPS
     assert len(set(tokens)) >= min(15, len(tokens) // 2)
     logits = plain_pass(INPUTS[case][0], [*prompt, *tokens], request.images).logits[0, len(prompt) - 1 : -1]
     for index, token in enumerate(tokens):
         history = None
-        if needs_history(sampling):
+        if needs_history(params):
             history = TokenHistory.from_tokens(prompt, tokens[:index], logits.shape[-1])
         row = logits[index : index + 1]
-        assert choose(row, sampling, [index], history=history, stop_ids=sampling.stop_token_ids).tolist() == [token]
+        scores = perturbed(row, params, [index], history=history, stop_ids=params.stop_token_ids)
+        assert scores.argmax(-1).tolist() == [token]
 
 
 @settings
@@ -126,8 +127,8 @@ def test_seeds(case):
 
 def test_unseeded_requests_differ():
     prompt = truth("llama").prompt
-    engine = engine_for("llama")
-    texts = [decode(engine, Request("r", prompt, SamplingParams(temperature=1.0, max_tokens=10))).tokens for _ in "ab"]
+    one = engine_for("llama")
+    texts = [decode(one, Request("r", prompt, SamplingParams(temperature=1.0, max_tokens=10))).tokens for _ in "ab"]
     assert texts[0] != texts[1]
 
 
@@ -149,18 +150,20 @@ def test_an_answer_goes_on_as_if_it_had_never_stopped(case, setting):
 def test_tokens_of_logits_and_of_states_agree():
     """A check of the checks: the independent pass sees a wrong index and a wrong history."""
     request, tokens = request_for("llama", "everything"), plain("llama", "everything")
-    prompt, sampling = list(request.prompt_ids), request.sampling
+    prompt, params = list(request.prompt_ids), request.sampling
     logits = plain_pass("llama", [*prompt, *tokens]).logits[0, len(prompt) - 1 : -1]
     stale = TokenHistory.from_tokens(prompt, [], logits.shape[-1])
     for indices, history in ((range(1, len(tokens) + 1), stale), (range(len(tokens)), stale)):
-        chosen = choose(logits, sampling, list(indices), history=history, stop_ids=sampling.stop_token_ids)
-        assert not torch.equal(chosen, torch.tensor(tokens))
+        scores = perturbed(logits, params, list(indices), history=history, stop_ids=params.stop_token_ids)
+        assert scores.argmax(-1).tolist() != tokens
 
 
 BUGS = {
-    "noise of the root at every node": (Engine, "_choose", "sequence.output_index + depth", "sequence.output_index"),
-    "history of the root at every node": (Engine, "_choose", ".extended(path_tokens(draft))", ""),
+    "noise of the root at every node": (sampling, "_scores", "+ depths).flatten", "+ 0 * depths).flatten"),
+    "history of the root at every node": (sampling, "_scores", ".extended(paths[group.members][0])", ""),
     "history that is not kept up": (Sequence, "append", "self.history.with_output([token])", "self.history"),
+    "noise of another index": (sampling, "_group", "member.output_index for", "member.output_index + 1 for"),
+    "rows for depths": (engine, "choose", "if draft.depths is None else draft.depths", ""),
 }
 
 
@@ -170,6 +173,6 @@ def test_these_tests_see(bug, monkeypatch):
     plant(monkeypatch, *BUGS[bug])
     request = request_for("llama", "everything")
     known = script("llama", request.prompt_ids, None, expected)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, Wrong)):
         answer = decode(engine_for("llama", scripted(known), TREE), request)
         assert answer.tokens == expected
