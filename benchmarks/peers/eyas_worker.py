@@ -55,12 +55,11 @@ class Scripted(Eagle3Drafter):
         return coming + [0] * (steps - len(coming))
 
 
-def scripted(answer: Sequence[int], rate: float) -> list[int]:
-    """An answer with wrong tokens in it; each is right with probability ``rate``, the same ones in every run.
+def scripted(answer: Sequence[int], rate: float, draw: random.Random) -> list[int]:
+    """An answer with wrong tokens in it; each is right with probability ``rate``, others in every round.
 
     A draft begins at a new place after each miss, so this is one acceptance rate at every position of the draft.
     """
-    draw = random.Random(sum(answer))
     return [token if draw.random() < rate else (token + 1) % 1000 for token in answer]
 
 
@@ -73,7 +72,7 @@ class Eyas:
         loaded = load_target(args.target, dtype="bfloat16")
         target = HFTarget(loaded.model)
         drafter = load_drafter_for(target, args.drafter) if args.drafter else None
-        self.rate = args.accept_rate
+        self.rate, self.draw = args.accept_rate, random.Random(0)
         self.truth: dict[tuple[int, ...], list[int]] = {}  # the answer to each prompt, by an earlier run
         self.script = Scripted(drafter.model) if args.accept_rate is not None else None
         self.llm = LLM(
@@ -103,7 +102,7 @@ class Eyas:
         emitted = steps = 0
         if self.script is not None:
             answers = {str(index): self.truth.get(tuple(prompt), []) for index, prompt in enumerate(prompts)}
-            self.script.script = {name: scripted(answer, self.rate) for name, answer in answers.items()}
+            self.script.script = {name: scripted(answer, self.rate, self.draw) for name, answer in answers.items()}
         clock = Clock(len(prompts))
         for index, prompt in enumerate(prompts):
             engine.add(Request(str(index), prompt, sampling))
