@@ -19,6 +19,7 @@ OUTPUT = "Output"
 TREE_TOKENS = 8  # with 5 steps and top-k 4, what SGLang takes by default for Llama
 _sampling: Callable[..., Any] = partial(typer.Option, rich_help_panel="Sampling")
 _shape: Callable[..., Any] = partial(typer.Option, rich_help_panel="Draft shape, in SGLang's names", show_default=False)
+_engine: Callable[..., Any] = partial(typer.Option, rich_help_panel="Engine")
 _loading: Callable[..., Any] = partial(typer.Option, rich_help_panel="Loading")
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks, and what the libraries underneath say.")]
@@ -89,6 +90,46 @@ class ShapeFlags:
 
 
 @dataclass(frozen=True)
+class EngineFlags:
+    speculation: Annotated[
+        str | None,
+        _engine(
+            metavar="off|fixed|auto",
+            help="fixed drafts as the draft shape says, auto as much as pays.",
+            show_default="auto; fixed with a draft shape or --compare",
+        ),
+    ] = None
+    kv_cache_gib: Annotated[
+        float | None,
+        _engine(help="Memory for keys and values, in GiB.", show_default="a quarter of what is free, <= 4"),
+    ] = None
+    mem_fraction_static: Annotated[
+        float | None,
+        _engine(help="On a GPU instead: the part of it for weights, keys and values.", show_default="0.85"),
+    ] = None
+    chunked_prefill_size: Annotated[
+        int | None, _engine(help="Prompt tokens read in one step.", show_default="256; on a GPU 2048")
+    ] = None
+    enable_torch_compile: Annotated[
+        bool,
+        _engine("--enable-torch-compile", help="Compile the steps first: minutes the first time, seconds each later."),
+    ] = False
+
+    def serving(self, shape: DraftShape | None, compare: bool) -> dict[str, Any]:
+        """What ``eyas.engine.llm.load`` takes of this."""
+        from eyas.engine.memory import Memory
+
+        chosen = self.speculation or ("fixed" if shape or compare else "auto")
+        refuse(
+            (chosen not in ("off", "fixed", "auto"), f"--speculation is off, fixed or auto, got {chosen!r}."),
+            ((self.chunked_prefill_size or 1) < 1, "--chunked-prefill-size must be at least 1."),
+        )
+        given = {"mem_fraction_static": self.mem_fraction_static, "kv_cache_gib": self.kv_cache_gib}
+        memory = Memory(**{name: value for name, value in given.items() if value is not None})
+        return {"speculation": chosen, "chunked_prefill_size": self.chunked_prefill_size, "memory": memory}
+
+
+@dataclass(frozen=True)
 class LoadingFlags:
     dtype: Annotated[str, _loading(help="auto, float32, bfloat16 or float16.")] = "auto"
     device: Annotated[str | None, _loading(help="cpu, cuda, cuda:1, ...", show_default="a GPU if there is one")] = None
@@ -110,7 +151,16 @@ class LoadingFlags:
         ),
     ] = None
 
-    def load(self, target: str, drafter: str | None, shape: DraftShape | None, *, debug: bool) -> LLM:
+    def load(
+        self,
+        target: str,
+        drafter: str | None,
+        shape: DraftShape | None,
+        engine: EngineFlags,
+        *,
+        compare: bool = False,
+        debug: bool,
+    ) -> LLM:
         from eyas.cli.console import progress, quiet_libraries
         from eyas.drafter.inspect import check_drafter
         from eyas.target.smollm2 import smollm2_folder
@@ -127,7 +177,11 @@ class LoadingFlags:
             from eyas.engine.llm import load
 
             given = {field.name: getattr(self, field.name) for field in fields(self)}
-            return load(target, drafter, shape=shape, **given | {"drafter_layer_ids": layer_ids})
+            given |= {"drafter_layer_ids": layer_ids, **engine.serving(shape, compare)}
+            llm = load(target, drafter, shape=shape, **given)
+            if engine.enable_torch_compile:
+                llm.engine.compile(report)
+            return llm
 
 
 def numbers(text: str) -> list[int]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eyas.cli.console import notice, progress
-from eyas.cli.options import OUTPUT, Debug, Json, LoadingFlags, SamplingFlags, ShapeFlags, refuse, spread
+from eyas.cli.options import OUTPUT, Debug, EngineFlags, Json, LoadingFlags, SamplingFlags, ShapeFlags, refuse, spread
 from eyas.cli.prompts import DEMO, DEMO_TOKENS, Asking, read_prompt, stdin_is_terminal
 from eyas.core import SamplingParams
 
@@ -60,6 +60,7 @@ def run(
     debug: Debug = False,
     sampling: SamplingFlags,
     shape: ShapeFlags,
+    engine: EngineFlags,
     loading: LoadingFlags,
 ) -> None:
     """Decode with speculation, and see what it brings. The answer goes to stdout, all else to stderr.
@@ -74,6 +75,7 @@ def run(
 
     eyas run ./target --drafter ./drafter - < prompt.txt > answer.txt
     """
+    no_speculation = no_speculation or engine.speculation == "off"
     talk = chat or (prompt is None and not compare and stdin_is_terminal())
     refuse(
         (chat and compare, "--chat and --compare exclude each other."),
@@ -91,7 +93,7 @@ def run(
     else:
         texts = [] if talk and prompt is None else [read_prompt(prompt, raw=raw)]
     chosen = choose_drafter(target, "none" if no_speculation and drafter is None else drafter, compare)
-    llm = loading.load(target, chosen, draft, debug=debug)
+    llm = loading.load(target, chosen, draft, engine, compare=compare, debug=debug)
     printer = make_printer(llm, as_json, show_drafts, brief=talk)
     if talk:
         from eyas.cli.chat import Chat

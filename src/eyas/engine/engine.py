@@ -166,8 +166,9 @@ class Engine:
             if len(members) == 1 and decision.shape is None:
                 return [self._fail(members[0][1], error)]
             return [self._alone(sequence) for _, sequence in members]
+        drafted = [row for row, sequence in batch.members if sequence.follows]
         outputs = [self._take(batch, step, row, sequence) for row, sequence in batch.members]
-        self._observe(batch, decision, step)
+        self._observe(batch, step, drafted)
         self._follow(batch, decision)
         return outputs
 
@@ -279,15 +280,17 @@ class Engine:
             room=max(s.room for s in members),
         )
 
-    def _observe(self, batch: Batch, decision: Decision, step: Step) -> None:
-        depth = decision.shape.num_steps if decision.shape else 0
-        hits = [step.facts[row][0] - 1 for row, _ in batch.members]
+    def _observe(self, batch: Batch, step: Step, drafted: list[int]) -> None:
+        """Tells the policy what came of a step, in which the rows ``drafted`` were drafted for, if any."""
+        shape = step.decision.shape
+        depth = shape.num_steps if shape else 0
+        hits = [step.facts[row][0] - 1 for row in drafted]
         begin, proposed, verified = step.times
         self.policy.observe(
             StepReport(
-                decision,
+                step.decision,
                 B=len(batch.rows),
-                T=decision.shape.num_draft_tokens if decision.shape else 1,
+                T=shape.num_draft_tokens if shape else 1,
                 S=batch.length,
                 propose_seconds=proposed - begin,
                 verify_seconds=verified - proposed,
@@ -295,7 +298,7 @@ class Engine:
                 draft_depth=depth,
                 reached=[sum(h >= d for h in hits) for d in range(depth)],
                 accepted=[sum(h > d for h in hits) for d in range(depth)],
-                emitted=sum(hits) + len(hits),
+                emitted=sum(step.facts[row][0] for row, _ in batch.members),
             )
         )
 

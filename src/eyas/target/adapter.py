@@ -19,6 +19,7 @@ from eyas.target.cache import LayerShape, ProbeCache, SlotCache, StepCache
 from eyas.target.compiling import Step, any_length, compiled
 from eyas.target.contract import Block, TargetOutput
 from eyas.target.masks import MaskKinds
+from eyas.target.tuning import PackedLinear
 
 LAYER_LISTS = ("layers", "h", "blocks", "block")
 RECURRENT_LAYERS = ("linear_attention", "mamba", "conv", "hybrid")
@@ -106,6 +107,9 @@ class HFTarget:
                 raise UsageError(f"The {name} is {tuple(module.weight.shape)}, got {tuple(new.shape)}.")
         for _, module, new in pairs:
             module.weight = nn.Parameter(new.to(module.weight), requires_grad=False)
+            if isinstance(module, PackedLinear):
+                module.pack()
+        self._compiled.clear()  # made for the old weights
 
     def new_cache(self, rows: int) -> SlotCache:
         return SlotCache(self._shapes, rows)
