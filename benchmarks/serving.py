@@ -36,7 +36,7 @@ DRAFT_VOCABULARY = 8192
 PLAIN, AUTO, FIXED, SCRIPTED = "Eyas plain", "Eyas auto", "Eyas fixed chain", "Eyas auto, scripted acceptance"
 EAGER, COMPILED = "transformers generate, eager", "transformers generate, compiled"
 CONTINUOUS = "transformers continuous batching"
-VLLM, VLLM_EAGLE, VLLM_SCRIPTED = "vLLM plain", "vLLM EAGLE-3", "vLLM EAGLE-3, synthetic acceptance"
+VLLM, VLLM_EAGLE = "vLLM plain", "vLLM EAGLE-3"
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,10 @@ BARS = (
     Bar(AUTO, VLLM_EAGLE, (1,), 1.1),
     Bar(SCRIPTED, EAGER, (1,), 3.0),
     Bar(SCRIPTED, VLLM, (1,), 1.6),
-    Bar(SCRIPTED, VLLM_SCRIPTED, (1,), 1.1),
     Bar(SCRIPTED, VLLM, (4, 16, 32)),
-    Bar(SCRIPTED, VLLM_SCRIPTED, (4, 16, 32)),
     Bar(FIXED, PLAIN),
     Bar(FIXED, VLLM_EAGLE),
     Bar(VLLM_EAGLE, VLLM),
-    Bar(VLLM_SCRIPTED, VLLM),
     Bar(PLAIN, EAGER),
     Bar(PLAIN, COMPILED),
     Bar(PLAIN, CONTINUOUS),
@@ -141,7 +138,7 @@ class Peer:
 
 
 def commands(args: argparse.Namespace, target: Path, drafter: Path) -> dict[str, list[str]]:
-    """Every contender's command line. Without a trained drafter, some are made to accept as one would."""
+    """Every contender's command line. Without a trained drafter, one is made to accept as one would."""
 
     def worker(python: Path | str, name: str, *rest: str) -> list[str]:
         return [str(python), str(HERE / "peers" / f"{name}_worker.py"), str(target), *rest, "--most", most]
@@ -161,7 +158,6 @@ def commands(args: argparse.Namespace, target: Path, drafter: Path) -> dict[str,
     }
     if args.drafter is None:
         found[SCRIPTED] = worker(sys.executable, "eyas", "auto", *feigned)
-        found[VLLM_SCRIPTED] = worker(args.vllm_python, "vllm", *feigned)
     if unknown := set(args.only or ()) - set(found):
         raise SystemExit(f"no such contender: {', '.join(sorted(unknown))}; there are {', '.join(found)}")
     return {name: command for name, command in found.items() if not args.only or name in args.only}
@@ -376,7 +372,7 @@ def main() -> None:
             "draft_tokens": args.draft_tokens,
             "drafter": str(args.drafter.name)
             if args.drafter
-            else f"untrained; where acceptance is scripted or synthetic, each position of the chain of "
+            else f"untrained; where acceptance is scripted, each position of the chain of "
             f"{args.draft_tokens} has rate {args.accept_rate}, an acceptance length of {expected:.2f} for all of it",
             "contenders": {name: peer.about for name, peer in peers.items()},
         }
