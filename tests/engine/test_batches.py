@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import zoo
@@ -20,11 +21,14 @@ from engine.harness import (
     script,
     scripted,
 )
-from scripted import plans
+from scripted import Wrong, plans
 
 from eyas.core import DraftShape, EyasError, Request, SamplingParams
+from eyas.engine import runner
 from eyas.engine.engine import Engine
 from eyas.engine.runner import Runner
+from eyas.engine.scheduler import SHARED_AT_LEAST, Scheduler
+from eyas.speculation import sampling
 
 NAMES = ("llama", "gpt2", "gemma3", "gpt-oss", "deepseek-v3", "kimi-k2.5", "qwen2.5-vl", "llama4", "gemma3-vl")
 names = pytest.mark.parametrize("name", NAMES)
@@ -43,10 +47,10 @@ def company(name: str) -> tuple[Request, ...]:
         "stop_token_ids": tuple(range(50)),
     }
     requests = [
-        Request("greedy", prompt(30), SamplingParams(max_tokens=40)),
-        Request("sampled", prompt(9, 1), SamplingParams(max_tokens=25, **wild)),
+        Request("greedy", prompt(30), SamplingParams(max_tokens=40, logprobs=2)),
+        Request("sampled", prompt(9, 1), SamplingParams(max_tokens=25, logprobs=2, **wild)),
         Request("plain", prompt(7, 2), SamplingParams(max_tokens=30), speculate=False),
-        Request("plain sampled", prompt(40, 3), SamplingParams(max_tokens=8, **wild), speculate=False),
+        Request("plain sampled", prompt(40, 3), SamplingParams(max_tokens=8, **{**wild, "seed": 12}), speculate=False),
         Request("penalties", prompt(1, 4), SamplingParams(max_tokens=30, **wild, **penalties)),
         Request("short", prompt(20, 5), SamplingParams(max_tokens=1)),
         Request("forced", prompt(12, 6), SamplingParams(max_tokens=20, **wild), output_ids=prompt(5, 7)),
@@ -72,10 +76,10 @@ def drive(engine: Engine, arrivals: dict[int, list[Request]], aborts: dict[int, 
         if step in aborts:
             engine.abort(aborts[step])
         if engine.idle and step > max(arrivals):
-            assert sorted(engine.scheduler.free) == list(range(engine.runner.cache.slots)), "a slot was lost"
             return answers
         for output in engine.step():
             answers[output.request_id].outputs.append(output)
+        engine.scheduler.check()
     raise AssertionError("it never ends")
 
 
@@ -110,21 +114,45 @@ def test_company_changes_nothing(name, drafter):
     expected = alone(name)
     shapes = {"none": [CHAIN], "scripted": [CHAIN, TREE, BUSH], "random": [TREE]}[drafter]
     for number, shape in enumerate(shapes):
-        engine = engine_for(name, drafters(name, shape.num_steps)[drafter](), shape, slots=3)
-        answers = drive(engine, staggered(company(name), every=number * 3), aborts={})
+        settings = {"max_running_requests": 3, "chunked_prefill_size": (7, 256, 13)[number]}
+        together = engine_for(name, drafters(name, shape.num_steps)[drafter](), shape, **settings)
+        answers = drive(together, staggered(company(name), every=number * 3), aborts={})
         for id, answer in answers.items():
             assert answer.tokens == expected[id].tokens, (id, shape)
             assert answer.finish_reason == expected[id].finish_reason
+            assert_same_reports(answer, expected[id])
             assert (answer.stats.steps > 0) == (
                 drafter != "none" and company_by_id(name)[id].speculate and id != "short"
             )
+
+
+def assert_same_reports(one: Answer, other: Answer) -> None:
+    for mine, theirs in zip(one.emitted, other.emitted, strict=True):
+        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+        assert [token for token, _ in mine.top_logprobs] == [token for token, _ in theirs.top_logprobs]
+
+
+@pytest.mark.parametrize("drafter", ["none", "scripted", "random"])
+@names
+def test_a_second_company_goes_on_from_what_the_first_left(name, drafter):
+    """Prompts that were read before start from their rows, while others run over and beside them."""
+    expected = alone(name)
+    together = engine_for(name, drafters(name, 4)[drafter](), TREE, max_running_requests=3, kv_rows=2048)
+    for every in (0, 2, 5):
+        answers = drive(together, staggered(company(name), every), aborts={})
+        assert {id: answer.tokens for id, answer in answers.items()} == {id: a.tokens for id, a in expected.items()}
+    cached = {id: answer.outputs[-1].cached_tokens for id, answer in answers.items()}
+    for id, request in company_by_id(name).items():
+        most = 0 if request.images else len(request.prompt_ids) + len(request.output_ids) - 1
+        assert cached[id] in (0, most if most >= SHARED_AT_LEAST else 0)
+    assert sum(count > 0 for count in cached.values()) >= 2
 
 
 @names
 def test_aborts_leave_the_others_alone(name):
     expected = alone(name)
     aborts = {0: "never heard of", 4: "greedy", 6: "plain", 7: "last", 9: "penalties"}  # running, waiting, unknown
-    engine = engine_for(name, drafters(name, 4)["scripted"](), SHAPES["tree"], slots=3)
+    engine = engine_for(name, drafters(name, 4)["scripted"](), SHAPES["tree"], max_running_requests=3)
     answers = drive(engine, staggered(company(name), every=0), aborts)
     for id, answer in answers.items():
         if id in aborts.values():
@@ -147,38 +175,44 @@ def test_one_at_its_context_limit_beside_one_with_room(name):
     known = {r.id: script(name, r.prompt_ids, None, expected[r.id].tokens) for r in requests}
     for shape in (*SHAPES.values(), DraftShape(4, 8, 9)):
         for drafter in (scripted(known, plans(shape.num_steps)["in turn"]), random_drafter(name)):
-            engine = engine_for(name, drafter, shape, slots=2, context_length=512)
+            engine = engine_for(name, drafter, shape, max_running_requests=2, context_length=512)
             answers = drive(engine, {0: requests}, {})
             assert {id: a.tokens for id, a in answers.items()} == {id: a.tokens for id, a in expected.items()}
 
 
-BUGS = {
+BUGS: dict[str, tuple[Any, str, str, str, str]] = {
     "rows of the first": (
-        Runner,
-        "verify",
-        "starts = tuple(s.length for s in sequences)",
-        "starts = (sequences[0].length,) * len(sequences)",
+        Runner, "verify", "self._tensor(batch.starts)", "self._tensor([batch.starts[0]] * len(batch.starts))", "random",
     ),
+    "facts of the first": (Engine, "_take", "step.of(row)", "step.of(0)", "random"),
     "slots in order": (
-        Runner,
-        "verify",
-        "slots = tuple(s.slot for s in sequences)",
-        "slots = tuple(range(len(sequences)))",
+        Engine, "_batch", "rows[sequence.slot] = sequence", "rows[plan.decode.index(sequence)] = sequence", "random",
     ),
-    "logits of the first": (Engine, "step", "output.logits[row, nodes]", "output.logits[0, nodes]"),
+    "prompts into the first slot": (Runner, "read", "sequence.slot,", "0,", "random"),
+    "logits of the first": (Engine, "_take", "step.logits[row]", "step.logits[0]", "random"),
     "padding in the way": (
-        Runner,
-        "verify",
-        "ancestors[row, :size, :size]",
-        "ancestors[row] = True; ancestors[row, :size, :size]",
+        Runner, "verify", "ancestor_mask(draft)", "ancestor_mask(draft) | (draft.parents < 0)[:, None]", "scripted",
     ),
-}
+    "seeds of the first": (sampling, "_group", "member.sampling.seed for", "members[0].sampling.seed for", "random"),
+    "indices of the first": (sampling, "_group", "member.output_index for", "members[0].output_index for", "random"),
+    "settings of the first": (runner, "rows_of", "key: Any = _settings(params)", "key: Any = params.greedy", "random"),
+    "states of the first": (Runner, "keep", "[slots, place] = states", "[slots, place] = states[:1]", "scripted"),
+    "waiting states of the first": (Runner, "keep", "self._tensor(pending)[:, None]", "pending[0]", "scripted"),
+    "rows of a half-read prompt are free": (
+        Scheduler, "starts", "append(sequence.length)", "append(sequence.length * sequence.decoding)", "random",
+    ),
+    "a copy is forgotten": (Runner, "arrange", "self.cache.copy(move.source, move.dest, move.rows)", "pass", "random"),
+    "states stay behind": (Runner, "arrange", "= self._pending[move.source]", "= 0", "scripted"),
+    "prefixes are free": (Scheduler, "starts", "found.append(min(len(prefix.ids), most))", "found.append(0)", "random"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_these_tests_see(bug, monkeypatch):
     alone("llama")
-    plant(monkeypatch, *BUGS[bug])
-    with pytest.raises((AssertionError, ValueError, IndexError, EyasError)):
-        test_company_changes_nothing("llama", "random")
+    *place, drafter = BUGS[bug]
+    plant(monkeypatch, *place)
+    with pytest.raises((AssertionError, ValueError, IndexError, EyasError, Wrong)):
+        test_company_changes_nothing("llama", drafter)
+        test_a_second_company_goes_on_from_what_the_first_left("llama", drafter)
         test_aborts_leave_the_others_alone("llama")
