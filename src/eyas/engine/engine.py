@@ -264,9 +264,11 @@ class Engine:
         slot = sequence.slot
         self.scheduler.finish(sequence, 0)
         self.runner.clear(slot)
-        return Output(
-            sequence.request.id, (), "error", sequence.text.flush() if sequence.text else "", error, sequence.stats
-        )
+        try:
+            tail = sequence.text.flush() if sequence.text else ""
+        except Exception:  # it may be the tokenizer that failed
+            tail = ""
+        return Output(sequence.request.id, (), "error", tail, error, sequence.stats)
 
     # What the policy sees
 

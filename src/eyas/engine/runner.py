@@ -183,7 +183,8 @@ class Runner:
         sequences = followed(batch)
         lengths, roots = self._tensor(batch.starts), self._roots(batch)
         draft = self.drafter.propose(Drafting(sequences, lengths, roots, batch.choosing, batch.length), shape)
-        if alone := [row for row, s in batch.members if not s.follows]:
+        # idle rows too: a token that breaks the target must not leave NaN in a slot that is free
+        if alone := [row for row, s in enumerate(sequences) if s is None]:
             tokens = draft.tokens.clone()
             tokens[alone, 1:] = NOBODYS
             return Draft(tokens, draft.parents, draft.depths)
