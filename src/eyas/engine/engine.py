@@ -55,7 +55,7 @@ class Engine:
         self.context_length = context_length
         self.tokenizer, self.eos_ids = tokenizer, tuple(eos_ids)
         self.policy: Policy = policy or (Fixed(self.shape) if drafter else Off())
-        catch_up = max(CATCH_UP, self.shape.num_steps + 1)
+        catch_up = max(CATCH_UP, self.shape.num_steps + 2)  # a whole draft accepted, and a plain step behind it
         needed = rows_for(context_length, self.shape)
         rows = needed * max_running_requests if kv_rows is None else kv_rows
         if rows < needed:
@@ -207,6 +207,8 @@ class Engine:
         drafted = step.decision.shape is not None and sequence.follows
         sequence.length += len(tokens)
         sequence.pending += len(tokens) if sequence.follows else 0
+        if sequence.pending > self.runner.catch_up_most:  # steps that failed put catching up off for too long
+            sequence.follows, sequence.pending = False, 0
         output = self._emit(sequence, tokens, step.logits[row], path)
         if drafted:
             assert step.decision.shape is not None
@@ -353,7 +355,7 @@ def compiled_sizes(most: int, shapes: Many[DraftShape]) -> list[tuple[int, Draft
 
 def spare_rows(shape: DraftShape) -> int:
     """Rows behind a sequence for a draft: its nodes, all that the drafter tries for them, or a catching up."""
-    return max(shape.num_draft_tokens, drafted_rows(shape) + 1, CATCH_UP, shape.num_steps + 1)
+    return max(shape.num_draft_tokens, drafted_rows(shape) + 1, CATCH_UP, shape.num_steps + 2)
 
 
 def rows_for(context_length: int, shape: DraftShape | None = None) -> int:
