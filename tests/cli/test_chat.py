@@ -31,9 +31,10 @@ def test_turns_are_remembered_until_reset(eyas, target):
 
 
 def test_statistics_after_every_turn(eyas, target):
-    ran = eyas("run", target, *TALK, stdin="w5 w6\nw7\n")
+    ran = eyas("run", target, *TALK, "--speculation", "fixed", stdin="w5 w6\nw7\n")
     assert len(answers(ran)) == 2
     assert ran.err.count("6 tokens, ") == ran.err.count("acceptance length") == 2
+    assert answers(eyas("run", target, *TALK, stdin="w5 w6\nw7\n")) == answers(ran)
 
 
 def test_a_prompt_opens_the_conversation(eyas, target):

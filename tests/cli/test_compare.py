@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from eyas.cli import run as run_module
 from eyas.cli.prompts import DEMO
 from eyas.core import Acceptance
 from eyas.engine.lossless import Comparer, Divergence
+from eyas.speculation.verify import accept
 
 ASK = ("w5 w9 w77", "--compare", "--drafter", "untrained", "--max-tokens", "12")
 
 
 def accept_anything(draft, chosen):
     """A planted bug: the first draft token is taken whatever the target says."""
-    if len(draft.parents) == 1:
-        return Acceptance((0,), (int(chosen[0]),))
-    return Acceptance((0, 1), (int(draft.tokens[1]), int(chosen[1])))
+    if draft.tokens.shape[1] == 1:
+        return accept(draft, chosen)
+    path = torch.tensor([[0, 1]]).expand(len(chosen), -1)
+    return Acceptance(path.sum(1) + 1, path, torch.stack((draft.tokens[:, 1], chosen[:, 1]), dim=1))
 
 
 def test_side_by_side(eyas, target):

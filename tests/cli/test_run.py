@@ -12,8 +12,10 @@ from zoo import IMAGE
 
 from eyas.cli import run as run_module
 from eyas.core import DraftShape
+from eyas.engine.memory import Memory
 
 ASK = ("w5 w9 w77", "--max-tokens", "12")
+FIXED = ("--speculation", "fixed")
 FIELDS = {
     "prompt", "seed", "text", "token_ids", "finish_reason", "prompt_tokens", "tokens_per_second", "acceptance_length",
     "acceptance_rates", "steps", "drafted", "first_token_seconds", "seconds",
@@ -31,7 +33,7 @@ def record(ran):
 
 def test_the_answer_alone_is_on_stdout(eyas, target):
     plain = eyas("run", target, *ASK, "--drafter", "none")
-    fast = eyas("run", target, *ASK, "--drafter", "untrained")
+    fast = eyas("run", target, *ASK, "--drafter", "untrained", *FIXED)
     assert plain.code == fast.code == 0
     assert plain.out == fast.out
     assert len(plain.out.split()) == 12 and plain.out.endswith("\n") and plain.out.count("\n") == 1
@@ -56,7 +58,7 @@ def test_a_terminal_gets_the_answer_and_a_spinner(eyas, target, monkeypatch):
 
 
 def test_json(eyas, target):
-    ran = eyas("run", target, *ASK, "--drafter", "untrained", "--json")
+    ran = eyas("run", target, *ASK, "--drafter", "untrained", *FIXED, "--json")
     found = record(ran)
     assert found.keys() == FIELDS
     assert found["prompt"] == ASK[0] and found["prompt_tokens"] == 5  # user, three words, assistant
@@ -70,13 +72,22 @@ def test_json(eyas, target):
 def test_a_drafter_from_disk(eyas, target, drafter):
     plain = record(eyas("run", target, *ASK, "--drafter", "none", "--json"))
     for place in (drafter, drafter / "model.safetensors"):
-        found = record(eyas("run", target, *ASK, "--drafter", place, "--json"))
+        found = record(eyas("run", target, *ASK, "--drafter", place, *FIXED, "--json"))
         assert found["token_ids"] == plain["token_ids"] and found["steps"] > 0
 
 
-def test_no_speculation_decodes_plainly(eyas, target, drafter):
+def test_how_much_is_drafted_changes_no_token(eyas, target, drafter):
+    plain = record(eyas("run", target, *ASK, "--drafter", "none", "--json"))
+    for how in ("auto", "fixed", "off"):
+        found = record(eyas("run", target, *ASK, "--drafter", drafter, "--speculation", how, "--json"))
+        assert found["token_ids"] == plain["token_ids"]
+        assert {"fixed": found["steps"] > 0, "off": found["steps"] == 0}.get(how, True)
+
+
+@pytest.mark.parametrize("how", [["--no-speculation"], ["--speculation", "off"]], ids=str)
+def test_no_speculation_decodes_plainly(eyas, target, drafter, how):
     for args in (["--drafter", drafter], []):
-        ran = eyas("run", target, *ASK, *args, "--no-speculation", "--json")
+        ran = eyas("run", target, *ASK, *args, *how, "--json")
         assert record(ran)["steps"] == 0
         assert "note" not in ran.err
 
@@ -93,7 +104,7 @@ def test_a_missing_drafter_is_said(eyas, target):
 def test_the_shipped_drafter_is_the_default(eyas, target, drafter, monkeypatch):
     monkeypatch.setattr("eyas.drafter.shipped.FOLDER", drafter.parent)
     monkeypatch.setattr("eyas.drafter.shipped.SHIPPED", {str(target): drafter.name})
-    ran = eyas("run", target, *ASK, "--json")
+    ran = eyas("run", target, *ASK, *FIXED, "--json")
     assert record(ran)["steps"] > 0
     assert "note" not in ran.err
 
@@ -183,7 +194,7 @@ def test_stop_and_logprobs(eyas, target):
 def test_draft_shapes(eyas, target, monkeypatch, given, shape):
     seen = {}
     monkeypatch.setattr(
-        "eyas.cli.options.LoadingFlags.load", lambda self, target, drafter, shape, debug: seen.update(shape=shape)
+        "eyas.cli.options.LoadingFlags.load", lambda self, target, drafter, shape, *_, **__: seen.update(shape=shape)
     )
     monkeypatch.setattr(run_module, "make_printer", lambda *_, **__: None)
     monkeypatch.setattr(run_module, "answer", lambda *_, **__: None)
@@ -218,7 +229,44 @@ def test_loading_flags_arrive(eyas, target, monkeypatch):
     args += ["--drafter-layer-ids", "2,15,27"]
     given["drafter_layer_ids"] = [2, 15, 27]
     assert eyas("run", target, "w5", "--drafter", "untrained", *args, "--trust-remote-code").code == 0
+    given |= {"speculation": "auto", "chunked_prefill_size": None, "memory": Memory(0.85, None)}
     assert seen == {**given, "trust_remote_code": True, "shape": None, "name": str(target), "drafter": "untrained"}
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ([], {"speculation": "auto"}),
+        (["--speculative-num-steps", "3"], {"speculation": "fixed"}),
+        (["--compare"], {"speculation": "fixed"}),
+        (["--compare", "--speculation", "auto"], {"speculation": "auto"}),
+        (["--speculative-num-steps", "3", "--speculation", "auto"], {"speculation": "auto"}),
+        (["--speculation", "off"], {"speculation": "off"}),
+        (["--chunked-prefill-size", "33"], {"chunked_prefill_size": 33}),
+        (["--kv-cache-gib", "0.5"], {"memory": Memory(kv_cache_gib=0.5)}),
+        (["--mem-fraction-static", "0.5"], {"memory": Memory(mem_fraction_static=0.5)}),
+    ],
+    ids=str,
+)
+def test_engine_flags_arrive(eyas, target, monkeypatch, args, expected):
+    seen = {}
+    monkeypatch.setattr("eyas.engine.llm.load", lambda name, drafter, **settings: seen.update(settings))
+    for name in ("make_printer", "answer", "compare_all"):
+        monkeypatch.setattr(run_module, name, lambda *_, **__: True)
+    ran = eyas("run", target, "w5", "--drafter", "untrained", *args)
+    assert ran.code == 0, ran.err
+    assert {name: seen[name] for name in expected} == expected
+
+
+def test_memory_and_pieces_change_no_token(eyas, target):
+    told = record(eyas("run", target, *ASK, "--drafter", "none", "--json"))
+    for args in (["--chunked-prefill-size", "2"], ["--kv-cache-gib", "0.01"]):
+        found = record(eyas("run", target, *ASK, "--drafter", "untrained", *FIXED, *args, "--json"))
+        assert found["token_ids"] == told["token_ids"] and found["steps"] > 0
+
+
+def test_too_little_memory_for_one_request(eyas, target):
+    eyas("run", target, *ASK, "--kv-cache-gib", "0.00001").failed(2, "One request", "--kv-cache-gib")
 
 
 def test_other_precision_and_attention(eyas, target):
@@ -286,6 +334,11 @@ def test_images_that_cannot_be(eyas, target, seeing, picture, tmp_path):
         (["w5", "--chat", "--compare"], "exclude each other"),
         (["w5", "--compare", "--drafter", "none"], "--compare needs speculation"),
         (["w5", "--compare", "--no-speculation"], "--compare needs speculation"),
+        (["w5", "--compare", "--speculation", "off"], "--compare needs speculation"),
+        (["w5", "--speculation", "sometimes"], "--speculation is off, fixed or auto, got 'sometimes'"),
+        (["w5", "--chunked-prefill-size", "0"], "--chunked-prefill-size must be at least 1"),
+        (["w5", "--kv-cache-gib", "0"], "kv_cache_gib must be above 0, got 0"),
+        (["w5", "--mem-fraction-static", "1.5"], "mem_fraction_static must be in (0, 1], got 1.5"),
         (["--compare", "--image", "a.png"], "needs a PROMPT"),
         (["w5", "--raw", "--chat"], "--raw needs a PROMPT"),
         (["w5", "--raw", "--system", "w6"], "--raw sends no messages"),

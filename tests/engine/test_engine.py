@@ -571,6 +571,12 @@ def test_the_context_is_never_longer_than_the_targets():
         Engine(target, context_length=513)
 
 
+@pytest.mark.parametrize("size", [0, -3])
+def test_a_piece_of_nothing_would_never_end(size):
+    with pytest.raises(UsageError, match=f"chunked_prefill_size must be at least 1, got {size}"):
+        engine_for(NAME, chunked_prefill_size=size)
+
+
 def test_ids_of_requests_must_differ():
     text = truth("llama")
     engine = Engine(HFTarget(zoo.case("llama").model), context_length=CONTEXT)

@@ -34,13 +34,13 @@ def folders(tmp_path_factory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def llm(folders) -> LLM:
     target, drafter = folders
-    return eyas.load(target, drafter=drafter, context_length=128)
+    return eyas.load(target, drafter=drafter, context_length=128, speculation="fixed")
 
 
 def talking(errs=lambda step: 0) -> LLM:
     """With a drafter that knows the answer, whichever request asks for it."""
     scripts = dict.fromkeys(map(str, range(10)), truth(NAME).script)
-    return LLM(zoo.case(NAME).model, tiny.tokenizer(), drafter=scripted(scripts, errs))
+    return LLM(zoo.case(NAME).model, tiny.tokenizer(), drafter=scripted(scripts, errs), speculation="fixed")
 
 
 # Three lines
@@ -70,8 +70,9 @@ def test_a_loaded_pair_decodes_as_transformers_does(llm):
 
 @pytest.mark.parametrize("drafter", [None, "untrained"])
 def test_other_drafters_and_none(folders, drafter):
-    answer = eyas.load(folders[0], drafter=drafter, shape=eyas.DraftShape(2, 3, 8)).generate([5, 6, 7], max_tokens=9)
-    assert (answer.stats.steps > 0) == (drafter is not None)
+    shape = eyas.DraftShape(2, 3, 8)
+    llm = eyas.load(folders[0], drafter=drafter, shape=shape, speculation="fixed")
+    assert (llm.generate([5, 6, 7], max_tokens=9).stats.steps > 0) == (drafter is not None)
 
 
 def test_streamed_pieces_are_the_generated_answer():
@@ -89,6 +90,48 @@ def test_complete_lets_one_listen():
     llm, heard = talking(), []
     answer = llm.complete(llm.request(truth(NAME).prompt, max_tokens=9), heard.append)
     assert "".join(output.text for output in heard) == answer.text
+
+
+@pytest.mark.parametrize("speculation", ["auto", "fixed", "off"])
+def test_how_much_is_drafted_changes_no_token(folders, speculation):
+    expected = truth(NAME)
+    llm = eyas.load(folders[0], drafter=folders[1], speculation=speculation, context_length=128)
+    for _ in "again, with what was learned":
+        answer = llm.generate(expected.prompt, max_tokens=60)
+        assert answer.token_ids == expected.tokens[:60]
+    assert {"fixed": answer.stats.steps > 10, "off": answer.stats.steps == 0}.get(speculation, True)
+
+
+def test_many_at_once(llm):
+    """What comes of each, as it comes; one that breaks, or that cannot be, ends alone."""
+    texts = [truth(NAME, length=length, tokens=24) for length in (30, 9, 8, 1)]
+    requests = [llm.request(text.prompt, max_tokens=20) for text in texts]
+    found: dict[str, list[int]] = {request.id: [] for request in requests}
+    order = []
+    for output in llm.stream_all(requests):
+        found[output.request_id] += [token.token_id for token in output.emitted]
+        order.append(output.request_id)
+    assert list(found.values()) == [text.tokens[:20] for text in texts]
+    assert order != sorted(order, key=[request.id for request in requests].index), "one after the other"
+    assert llm.engine.idle and not llm._inboxes
+    with pytest.raises(RequestError, match="prompt is empty"):
+        list(llm.stream_all([requests[0], llm.request([])]))
+    assert llm.engine.idle and not llm._inboxes
+    next(pieces := llm.stream_all(requests))
+    pieces.close()
+    assert llm.engine.idle and not llm._inboxes
+
+
+def test_one_that_breaks_among_many():
+    llm = LLM(tiny.poisoned(), tiny.tokenizer(), drafter=random_drafter(NAME), speculation="fixed")
+    expected = truth(NAME)
+    assert 40 not in expected.prompt + expected.tokens[:5]
+    broken, fine = llm.request("w5 w40 w6"), llm.request(expected.prompt, max_tokens=5)
+    outputs = list(llm.stream_all([broken, fine]))
+    errors = {output.request_id for output in outputs if output.error is not None}
+    assert errors == {broken.id} and llm.engine.idle
+    tokens = [t.token_id for output in outputs if output.request_id == fine.id for t in output.emitted]
+    assert tokens == expected.tokens[:5]
 
 
 # What a prompt may be
@@ -215,7 +258,8 @@ def test_a_closed_stream_frees_its_slot():
         for _ in range(count):
             next(pieces)
         pieces.close()
-        assert llm.engine.idle and llm.engine.scheduler.free == [0]
+        assert llm.engine.idle
+        llm.engine.scheduler.check()
     assert llm.generate(expected.prompt, max_tokens=9).token_ids == expected.tokens[:9]
 
 
@@ -230,7 +274,7 @@ def test_leaving_a_loop_frees_the_slot(llm):
 
 
 def test_two_streams_at_once_are_not_mixed_up(llm):
-    """There is one slot: the second waits while the first is decoded to its end, and nothing is lost."""
+    """Both are decoded together, by whoever asks for more, and nothing is lost."""
     one, two = truth(NAME), truth(NAME, length=9, tokens=24)
     first, second = llm.stream(one.prompt, max_tokens=12), llm.stream(two.prompt, max_tokens=12)
     pieces = {"first": [next(first)], "second": [next(second)]}

@@ -120,13 +120,14 @@ class EngineFlags:
         from eyas.engine.memory import Memory
 
         chosen = self.speculation or ("fixed" if shape or compare else "auto")
+        piece = self.chunked_prefill_size
         refuse(
             (chosen not in ("off", "fixed", "auto"), f"--speculation is off, fixed or auto, got {chosen!r}."),
-            ((self.chunked_prefill_size or 1) < 1, "--chunked-prefill-size must be at least 1."),
+            (piece is not None and piece < 1, "--chunked-prefill-size must be at least 1."),
         )
         given = {"mem_fraction_static": self.mem_fraction_static, "kv_cache_gib": self.kv_cache_gib}
         memory = Memory(**{name: value for name, value in given.items() if value is not None})
-        return {"speculation": chosen, "chunked_prefill_size": self.chunked_prefill_size, "memory": memory}
+        return {"speculation": chosen, "chunked_prefill_size": piece, "memory": memory}
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,8 @@ class Engine:
     ):
         if target.context_length is not None and context_length > target.context_length:
             raise UsageError(f"This target's context ends at {target.context_length} tokens, got {context_length}.")
+        if chunked_prefill_size is not None and chunked_prefill_size < 1:
+            raise UsageError(f"chunked_prefill_size must be at least 1, got {chunked_prefill_size}.")
         self.target, self.drafter = target, drafter
         self.shape = shape or DraftShape()
         self.context_length = context_length
@@ -136,6 +138,8 @@ class Engine:
         try:
             logits = self.runner.read(sequence, chunk.count)
             if sequence.length < len(sequence.ids):
+                if not bool(logits.amax().isfinite()):  # now: in a prefix, or after a new layout, NaN would meet others
+                    raise no_choice(False, sequence.output_index)
                 return None
             batch = self.runner.batch(sequence.slot, [sequence], [sequence.length], self.scheduler.length)
             root = self.runner.roots(batch)
