@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,10 +22,10 @@ from eyas.core import Draft, DraftShape, Request, SamplingParams, UsageError
 from eyas.drafter.contract import Drafting, SequenceView
 from eyas.drafter.eagle3 import Eagle3Drafter
 from eyas.drafter.model import Eagle3Model
-from eyas.engine import scheduler
 from eyas.engine.llm import LLM, load_drafter_for
 from eyas.target.adapter import HFTarget
 from eyas.target.loading import load_target
+from eyas.target.tuning import tune
 
 LONGEST = 2048
 SETTLED_AFTER = 6  # runs of a prompt until its text is taken as it is
@@ -67,9 +68,8 @@ class Eyas:
     """One engine, one round at a time."""
 
     def __init__(self, args: argparse.Namespace):
-        # every round asks the same prompts: none may be answered from a prefix that was kept
-        scheduler.SHARED_AT_LEAST = LONGEST
         loaded = load_target(args.target, dtype="bfloat16")
+        tune(loaded.model)
         target = HFTarget(loaded.model)
         drafter = load_drafter_for(target, args.drafter) if args.drafter else None
         self.rate, self.draw = args.accept_rate, random.Random(0)
@@ -83,7 +83,10 @@ class Eyas:
             context_length=LONGEST,
             speculation=args.speculation,
             max_running_requests=args.most,
+            prefix_caching=False,  # every round asks the same prompts
         )
+        if args.compile:
+            self.llm.engine.compile(lambda what, share: print(what, f"{share:.0%}", file=sys.stderr, flush=True))
 
     def round(self, prompts: Prompts, tokens: int, warm_up: bool) -> Result:
         if self.script is None or not warm_up:
@@ -129,6 +132,7 @@ def main() -> None:
     parser.add_argument("--draft-tokens", type=int, default=5, help="of the chain, root not counted")
     parser.add_argument("--accept-rate", type=float, help="acceptance rate to script, at every position")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--compile", action="store_true", help="compile steps before the first round")
     parser.add_argument("--most", type=int, default=32, help="sequences at a time")
     args = parser.parse_args()
     serve(lambda: load(args))

@@ -47,6 +47,7 @@ class Engine:
         kv_rows: int | None = None,
         chunked_prefill_size: int | None = None,
         policy: Policy | None = None,
+        prefix_caching: bool = True,
     ):
         if target.context_length is not None and context_length > target.context_length:
             raise UsageError(f"This target's context ends at {target.context_length} tokens, got {context_length}.")
@@ -68,7 +69,7 @@ class Engine:
         self.runner = Runner(target, drafter, rows, catch_up)
         chunk = chunked_prefill_size or PREFILL_CHUNK.get(target.device.type, PREFILL_CHUNK["cuda"])
         follow = self.policy.follow if drafter else lambda: False
-        self.scheduler = Scheduler(rows, spare_rows(self.shape), max_running_requests, chunk, follow)
+        self.scheduler = Scheduler(rows, spare_rows(self.shape), max_running_requests, chunk, follow, prefix_caching)
         self._numbers = itertools.count()
 
     def add(self, request: Request) -> None:
@@ -347,14 +348,13 @@ class Step:
 
 
 def compiled_sizes(most: int, shapes: Many[DraftShape]) -> list[tuple[int, DraftShape | None]]:
-    """Batches and drafts worth compiling: every draft for few sequences, for many the small ones, which may pay."""
-    batches = [b for b in (1, 2, 4, 8, 16, 32) if b <= slot_bucket(most)]
-    drafts = [
-        (b, s) for b in batches for s in shapes if s.eagle_topk == 1 and (b == 1 or s.num_steps <= (3 if b < 8 else 1))
-    ]
-    return sorted(
-        [*((b, None) for b in batches), *drafts], key=lambda size: (size[0], size[1].num_steps if size[1] else 0)
-    )
+    """Batches and drafts worth the time: all chains for one sequence, for many the short ones, which may pay."""
+    sizes: list[tuple[int, DraftShape | None]] = []
+    for sequences, longest in ((1, 64), (4, 3), (16, 1), (32, 1)):
+        if sequences <= slot_bucket(most):
+            chains = [s for s in shapes if s.eagle_topk == 1 and (s.num_steps <= longest or len(shapes) == 1)]
+            sizes += [(sequences, shape) for shape in (None, *chains)]
+    return sizes
 
 
 def spare_rows(shape: DraftShape) -> int:

@@ -71,6 +71,7 @@ class LLM:
         max_running_requests: int = MAX_RUNNING,
         chunked_prefill_size: int | None = None,
         memory: Memory | None = None,
+        prefix_caching: bool = True,
         name: str = "",
     ):
         self.target = model if isinstance(model, HFTarget) else HFTarget(model)
@@ -89,6 +90,7 @@ class LLM:
             kv_rows=kv_rows(self.target, drafter, self.context_length, shape, max_running_requests, memory),
             chunked_prefill_size=chunked_prefill_size,
             policy=policy_for(speculation, shape) if drafter else None,
+            prefix_caching=prefix_caching,
         )
         self._ids = itertools.count()
         self._inboxes: dict[str, deque[Output]] = {}  # of the answers being read
@@ -241,7 +243,8 @@ def load(
     ``drafter`` is a checkpoint in any of the three dialects, or ``untrained``: a random one of the usual shape, which
     shows that decoding is lossless and never that it is fast. Without one, decoding is plain. ``drafter_layer_ids``
     are entry ids to listen to instead of the checkpoint's, where these follow the other convention. ``serving`` are
-    LLM's settings for many requests at once: speculation, max_running_requests, chunked_prefill_size, memory.
+    LLM's settings for many requests at once: speculation, max_running_requests, chunked_prefill_size, memory,
+    prefix_caching.
     Raises TargetError or CheckpointError, each saying what was found and what to do.
     """
     from eyas.drafter.inspect import check_drafter

@@ -72,12 +72,21 @@ class Scheduler:
     the oldest one fits alone. Finished sequences leave their rows behind for prompts that begin alike.
     """
 
-    def __init__(self, rows: int, spare: int, max_running: int, chunk: int, follow: Callable[[], bool] = lambda: False):
+    def __init__(
+        self,
+        rows: int,
+        spare: int,
+        max_running: int,
+        chunk: int,
+        follow: Callable[[], bool] = lambda: False,
+        prefix_caching: bool = True,
+    ):
         """``rows`` must hold the longest sequence, and ``spare`` rows behind it for drafts (``length_bucket``).
 
         ``chunk`` tokens of prompts are read in a step. ``follow`` says whether the drafter shall read a new prompt.
         """
         self.rows, self.spare, self.max_running, self.chunk, self.follow = rows, spare, max_running, chunk, follow
+        self.prefix_caching = prefix_caching
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}  # by slot
         self.left: dict[int, Prefix] = {}  # by slot
@@ -173,7 +182,7 @@ class Scheduler:
         slot = sequence.slot
         del self.running[slot]
         unsplit = len(sequence.request.prompt_ids) if sequence.image_key else 0
-        if rows >= max(SHARED_AT_LEAST, unsplit):
+        if self.prefix_caching and rows >= max(SHARED_AT_LEAST, unsplit):
             self.left[slot] = Prefix(
                 ids=np.array(sequence.ids[:rows], dtype=np.int32),
                 covered=sequence.length - sequence.pending if sequence.follows else 0,
@@ -263,7 +272,7 @@ class Scheduler:
         if need > self.length or self.slots <= len(self.running):
             self._lay_out(need)
         sequence.follows = sequence.request.speculate and self.follow()
-        source, shared = self._shared(sequence)
+        source, shared = self._shared(sequence) if self.prefix_caching else (-1, 0)
         dest = source if source in self.left else -1
         if dest < 0 or slot_bucket(dest + 1) > slot_bucket(len(self.running) + 1):
             dest = next(free for free in range(self.slots) if free not in self.running)
