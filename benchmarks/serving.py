@@ -144,12 +144,13 @@ def commands(args: argparse.Namespace, target: Path, drafter: Path) -> dict[str,
         return [str(python), str(HERE / "peers" / f"{name}_worker.py"), str(target), *rest, "--most", most]
 
     most = str(max(args.concurrency))
+    compiling = ("--compile",) if args.compile else ()
     pair = ("--drafter", str(drafter), "--draft-tokens", str(args.draft_tokens))
     feigned = (*pair, "--accept-rate", str(args.accept_rate))
     found = {
-        PLAIN: worker(sys.executable, "eyas", "off"),
-        AUTO: worker(sys.executable, "eyas", "auto", *pair),
-        FIXED: worker(sys.executable, "eyas", "fixed", *pair),
+        PLAIN: worker(sys.executable, "eyas", "off", *compiling),
+        AUTO: worker(sys.executable, "eyas", "auto", *pair, *compiling),
+        FIXED: worker(sys.executable, "eyas", "fixed", *pair, *compiling),
         EAGER: worker(args.transformers_python, "transformers", "eager"),
         COMPILED: worker(args.transformers_python, "transformers", "compiled"),
         CONTINUOUS: worker(args.transformers_python, "transformers", "continuous"),
@@ -157,7 +158,7 @@ def commands(args: argparse.Namespace, target: Path, drafter: Path) -> dict[str,
         VLLM_EAGLE: worker(args.vllm_python, "vllm", *pair),
     }
     if args.drafter is None:
-        found[SCRIPTED] = worker(sys.executable, "eyas", "auto", *feigned)
+        found[SCRIPTED] = worker(sys.executable, "eyas", "auto", *feigned, *compiling)
     if unknown := set(args.only or ()) - set(found):
         raise SystemExit(f"no such contender: {', '.join(sorted(unknown))}; there are {', '.join(found)}")
     return {name: command for name, command in found.items() if not args.only or name in args.only}
@@ -345,6 +346,9 @@ def main() -> None:
     parser.add_argument("--drafter", type=Path, help="a trained drafter; default: an untrained one")
     parser.add_argument("--draft-tokens", type=int, default=5, help="of a chain, the root not counted")
     parser.add_argument("--accept-rate", type=float, default=0.625, help="scripted where the drafter is untrained")
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=True, help="Eyas compiles its steps"
+    )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--only", nargs="+", help="names of contenders")
     parser.add_argument("--vllm-python", type=Path, default=built / "peers-vllm" / "bin" / "python")

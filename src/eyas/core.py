@@ -156,7 +156,7 @@ class Draft:
     """
 
     tokens: torch.Tensor  # int64 [B, N], target token ids
-    parents: torch.Tensor | None = None  # int64 [B, N], -1 for the root; None: chains, where node i continues node i - 1
+    parents: torch.Tensor | None = None  # int64 [B, N], -1 for the root; None: chains, node i continues node i - 1
     depths: torch.Tensor | None = None  # int64 [B, N], 0 for root and padding; None with parents None
 
     @property

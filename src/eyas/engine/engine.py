@@ -368,9 +368,12 @@ def rows_for(context_length: int, shape: DraftShape | None = None) -> int:
 
 
 def image_key(images: Mapping[str, Any]) -> str:
-    """The same for the same pixels and layout, and practically never for others."""
+    """The same for the same pixels and layout, and practically never for others.
+
+    Types of tokens are left out: they say of the prompt's tokens what their ids say, for a prompt of one length only.
+    """
     digest = hashlib.sha256()
-    for name in sorted(images):
+    for name in sorted(name for name in images if not name.endswith("token_type_ids")):
         value = images[name]
         if not isinstance(value, torch.Tensor):  # what generate made of them: nothing to recognise them by
             return uuid.uuid4().hex
