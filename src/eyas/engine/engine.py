@@ -258,7 +258,7 @@ class Engine:
             sequence.finish_reason,
             tail,
             stats=sequence.stats,
-            cached_tokens=sequence.cached,
+            cached_tokens=min(sequence.cached, len(sequence.request.prompt_ids)),  # not what it left itself, put back
         )
 
     def _fail(self, sequence: Sequence, error: Exception) -> Output:
