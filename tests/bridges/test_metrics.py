@@ -14,14 +14,13 @@ import random
 from typing import Any
 
 import pytest
-import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from eyas.bridges import metrics
 from eyas.bridges.metrics import CounterReset, Exposition, MetricsError, Speculation
 from eyas.bridges.sglang import metrics as sglang
 from eyas.bridges.vllm import metrics as vllm
-from eyas.core import Acceptance, Draft, DraftShape
+from eyas.core import DraftShape
 from eyas.engine.stats import AcceptanceStats
 
 K = 3
@@ -46,9 +45,7 @@ def histogram(accepted: list[int], length: int = 0) -> list[int]:
 def by_eyas(accepted: list[int], drafts: int = K) -> Speculation:
     stats = AcceptanceStats()
     for hits in accepted:
-        tokens = torch.zeros(drafts + 1, dtype=torch.int64)
-        draft = Draft(tokens, (-1, *range(drafts)), tuple(range(drafts + 1)))
-        stats.record(draft, Acceptance(tuple(range(hits + 1)), (0,) * (hits + 1)), hits + 1)
+        stats.record(drafts, drafts, hits, hits + 1)
     assert metrics.from_stats(stats).acceptance_length == stats.acceptance_length
     assert list(metrics.from_stats(stats).acceptance_rates or ()) == stats.acceptance_rates
     return metrics.from_stats(stats)

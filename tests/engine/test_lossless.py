@@ -12,7 +12,7 @@ import torch
 import zoo
 from engine.harness import CHAIN, TREE, lively, plant, truth, words
 
-from eyas.core import Acceptance, SamplingParams
+from eyas.core import Acceptance, Draft, SamplingParams
 from eyas.drafter.eagle3 import Eagle3Drafter
 from eyas.drafter.model import untrained
 from eyas.engine import engine, lossless
@@ -30,7 +30,8 @@ def pair(name: str = NAME, dtype: torch.dtype = torch.float32, shape: Any = CHAI
     model = zoo.case(name).build().to(dtype)
     target = HFTarget(model)
     drafter = lively(untrained(target.hidden_size, target.num_layers, target.vocab_size, dtype=dtype))
-    return LLM(target, words(), drafter=Eagle3Drafter(drafter), shape=shape, context_length=128)
+    drafter = Eagle3Drafter(drafter)
+    return LLM(target, words(), drafter=drafter, shape=shape, context_length=128, speculation="fixed")
 
 
 def prompts(name: str = NAME, count: int = 4) -> list[list[int]]:
@@ -55,14 +56,28 @@ def test_fp32_is_equal(shape):
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_bf16_differs_by_near_ties_at_most(name):
     divergences = []
-    for shape, sampling in ((CHAIN, SAMPLED), (TREE, GREEDY)):
+    for shape, sampling in (
+        (CHAIN, replace(SAMPLED, temperature=2.0, top_k=0)),
+        (TREE, replace(GREEDY, max_tokens=80)),
+    ):
         comparer = Comparer(pair(name, torch.bfloat16, shape))
-        for prompt in prompts(name, 3):
+        round_less(comparer.llm.target)
+        for prompt in prompts(name, 6):
             found = comparer.compare(prompt, sampling)
             assert found.lossless, found.divergences
             divergences += found.divergences
     assert divergences, "nothing was judged"
     assert all(d.error > 0 and d.near_tie for d in divergences)
+
+
+def round_less(target: HFTarget) -> None:
+    """Passes over several tokens keep the head's sums in fp32, as a kernel for many rows might."""
+
+    def head(module: torch.nn.Linear, args: Any, logits: torch.Tensor) -> torch.Tensor:
+        exact = torch.nn.functional.linear(args[0].float(), module.weight.float())
+        return exact if logits.shape[1] > 1 else logits
+
+    target.model.get_output_embeddings().register_forward_hook(head)
 
 
 def test_bf16_with_an_image():
@@ -114,9 +129,10 @@ def test_larger_differences_are_bugs():
 def test_a_wrong_token_accepted_now_and_then_is_found(sampling, dtype, monkeypatch):
     right, calls = engine.accept, itertools.count(1)
 
-    def wrong(draft: Any, chosen: Any) -> Acceptance:
-        if len(draft.parents) > 1 and next(calls) % 9 == 0:
-            return Acceptance((0, 1), (int(draft.tokens[1]), int(chosen[1])))
+    def wrong(draft: Draft, chosen: torch.Tensor) -> Acceptance:
+        if draft.tokens.shape[1] > 1 and next(calls) % 9 == 0:
+            tokens = torch.stack((draft.tokens[:, 1], chosen[:, 1]), dim=1)
+            return Acceptance(torch.tensor([2]), torch.tensor([[0, 1]]), tokens)
         return right(draft, chosen)
 
     monkeypatch.setattr(engine, "accept", wrong)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,15 +77,15 @@ class CustomGenerate:
         width = input_ids.shape[1]
         padding = [width - len(prompt) for prompt in prompts]
         sampling = sampling_params(generation_config.do_sample, logits_processor, stopping_criteria, width, padding)
-        engine = self._engine_for(model, width - min(padding) + sampling.max_tokens)
+        engine = self._engine_for(model, width - min(padding) + sampling.max_tokens, len(prompts))
         if streamer is not None:
             streamer.put(input_ids.cpu())
-        answers = []
+        requests = []
         for row, prompt in enumerate(prompts):
             if not sampling.greedy:
                 sampling = replace(sampling, seed=int(torch.randint(2**63 - 1, ())))
-            request = Request(str(row), prompt.tolist(), sampling, images)
-            answers.append(answer(engine, request, input_ids[row], stopping_criteria, streamer))
+            requests.append(Request(str(row), prompt.tolist(), sampling, images))
+        answers = answer(engine, requests, input_ids, stopping_criteria, streamer)
         if streamer is not None:
             streamer.end()
         tokens = torch.nn.utils.rnn.pad_sequence(
@@ -98,8 +98,8 @@ class CustomGenerate:
             return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
         return sequences
 
-    def _engine_for(self, model: Any, length: int) -> Engine:
-        """An engine with room for ``length`` tokens; target and drafter stay while the model is the same."""
+    def _engine_for(self, model: Any, length: int, count: int) -> Engine:
+        """An engine with room for ``count`` times ``length`` tokens; target and drafter stay as long as the model."""
         weight = find_embed(model).weight
         place = (weight.dtype, weight.device, weight.shape)
         if self._loaded is None or self._loaded[0].model is not model or self._loaded[2] != place:
@@ -110,38 +110,51 @@ class CustomGenerate:
         most = target.context_length or math.inf
         if length > most:
             raise UsageError(f"Prompt and answer may take {length} tokens, but the target's context holds {most}.")
-        if self._engine is None or self._engine.context_length < length:
-            self._engine = None  # its cache goes before a larger one comes
+        engine = self._engine
+        if engine is None or engine.context_length < length or engine.scheduler.max_running < count:
+            engine = self._engine = None  # its cache goes before a larger one comes
             room = int(min(most, 1 << (length - 1).bit_length()))
-            self._engine = Engine(target, drafter, shape=self._shape, context_length=room)
-        return self._engine
+            engine = Engine(target, drafter, shape=self._shape, context_length=room, max_running_requests=count)
+        engine.forget()  # the model may have been trained since
+        self._engine = engine
+        return engine
 
 
 def answer(
-    engine: Engine, request: Request, ids: torch.Tensor, stopping_criteria: StoppingCriteriaList, streamer: Any
-) -> list[int]:
-    """The tokens of one answer, ended where the caller's stopping criteria say so (end-of-sequence is one of them)."""
-    tokens: list[int] = []
-    for token in decoded(engine, request):
+    engine: Engine,
+    requests: Sequence[Request],
+    input_ids: torch.Tensor,
+    stopping_criteria: StoppingCriteriaList,
+    streamer: Any,
+) -> list[list[int]]:
+    """The tokens of each answer, ended where the caller's stopping criteria say so (end-of-sequence is one of them)."""
+    answers: dict[str, list[int]] = {request.id: [] for request in requests}
+    prompts = dict(zip(answers, input_ids, strict=True))
+    for id, token in decoded(engine, requests):
+        tokens, prompt = answers[id], prompts[id]
         tokens.append(token)
         if streamer is not None:
             streamer.put(torch.tensor([token]))
-        sequence = torch.cat([ids, torch.tensor(tokens, device=ids.device, dtype=ids.dtype)])[None]
+        sequence = torch.cat([prompt, torch.tensor(tokens, device=prompt.device, dtype=prompt.dtype)])[None]
         if bool(stopping_criteria(sequence, None).all()):
-            break
-    return tokens
+            engine.abort(id)
+    return list(answers.values())
 
 
-def decoded(engine: Engine, request: Request) -> Iterator[int]:
-    engine.add(request)
+def decoded(engine: Engine, requests: Sequence[Request]) -> Iterator[tuple[str, int]]:
+    """The tokens of all requests as they come, each with its request's id; none of one that was aborted."""
     try:
+        for request in requests:
+            engine.add(request)
         while not engine.idle:
             for output in engine.step():
                 if output.error is not None:
                     raise output.error
-                yield from (token.token_id for token in output.emitted)
+                for token in output.emitted:
+                    yield output.request_id, token.token_id
     finally:
-        engine.abort(request.id)
+        for request in requests:
+            engine.abort(request.id)
 
 
 def encoded_images(inputs: Mapping[str, Any]) -> dict[str, Any] | None:

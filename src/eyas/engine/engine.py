@@ -123,6 +123,10 @@ class Engine:
             sequence.finish_reason = "abort"
             self.scheduler.finish(sequence, sequence.length)
 
+    def forget(self) -> None:
+        """Drops the beginnings that finished requests have left for others: the weights may have changed."""
+        self.scheduler.left.clear()
+
     def stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
         """The tokens that end an answer."""
         return (*(() if sampling.ignore_eos else self.eos_ids), *sampling.stop_token_ids)
@@ -151,7 +155,7 @@ class Engine:
         if token < 0:
             return self._fail(sequence, no_choice(bool(finite), sequence.output_index))
         sequence.decoding = True
-        return self._emit(sequence, [token], logits, [0])
+        return self._emit(sequence, [token], logits[None], 0, [0])
 
     # Answers
 
@@ -214,7 +218,7 @@ class Engine:
         sequence.pending += len(tokens) if sequence.follows else 0
         if sequence.pending > self.runner.catch_up_most:  # steps that failed put catching up off for too long
             sequence.follows, sequence.pending = False, 0
-        output = self._emit(sequence, tokens, step.logits[row], path)
+        output = self._emit(sequence, tokens, step.logits, row, path)
         if drafted:
             assert step.decision.shape is not None
             shape = step.decision.shape
@@ -233,12 +237,15 @@ class Engine:
             for sequence in behind:
                 sequence.follows, sequence.pending = False, 0
 
-    def _emit(self, sequence: Sequence, tokens: list[int], logits: torch.Tensor, path: list[int]) -> Output:
-        """Appends tokens until the answer ends; what was accepted behind its end is dropped."""
+    def _emit(self, sequence: Sequence, tokens: list[int], logits: torch.Tensor, row: int, path: list[int]) -> Output:
+        """Appends tokens until the answer ends; what was accepted behind its end is dropped.
+
+        They were chosen at the nodes ``path`` of ``logits[row]``.
+        """
         try:
             reports: Any = ()
             if (wanted := sequence.sampling.logprobs) is not None:
-                reports = logprobs(logits[path], torch.tensor(tokens), wanted)
+                reports = logprobs(logits[row, path], torch.tensor(tokens), wanted)
             emitted, last = [], len(tokens) - 1
             for i, token in enumerate(tokens):
                 text = sequence.append(token)
@@ -280,13 +287,12 @@ class Engine:
     # What the policy sees
 
     def _view(self, batch: Batch) -> BatchView:
-        members = [sequence for _, sequence in batch.members]
         return BatchView(
-            sequences=len(members),
+            sequences=len(batch.members),
             bucket=len(batch.rows),
             length=batch.length,
-            drafted=sum(s.follows for s in members),
-            room=max(s.room for s in members),
+            drafted=sum([s.follows for _, s in batch.members]),
+            room=max([s.room for _, s in batch.members]),
         )
 
     def _observe(self, batch: Batch, step: Step, drafted: list[int]) -> None:
@@ -307,7 +313,7 @@ class Engine:
                 draft_depth=depth,
                 reached=[sum(h >= d for h in hits) for d in range(depth)],
                 accepted=[sum(h > d for h in hits) for d in range(depth)],
-                emitted=sum(step.facts[row][0] for row, _ in batch.members),
+                emitted=sum([step.facts[row][0] for row, _ in batch.members]),
             )
         )
 

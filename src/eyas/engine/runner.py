@@ -29,10 +29,7 @@ class Batch:
     starts: Many[int]  # [B] rows of each slot that must not be written
     length: int  # rows of a slot
     choosing: Rows
-
-    @property
-    def members(self) -> list[tuple[int, Sequence]]:
-        return [(row, s) for row, s in enumerate(self.rows) if s is not None]
+    members: Many[tuple[int, Sequence]]  # those that are there, each with its row
 
 
 def catch_up_bucket(places: int, most: int) -> int:
@@ -149,7 +146,8 @@ class Runner:
     # Decoding
 
     def batch(self, slot: int, rows: Many[Sequence | None], starts: Many[int], length: int) -> Batch:
-        return Batch(slot, rows, starts, length, rows_of(rows, self.target.device))
+        members = [(row, s) for row, s in enumerate(rows) if s is not None]
+        return Batch(slot, rows, starts, length, rows_of(rows, self.target.device), members)
 
     def catch_up(self, batch: Batch, at_least: int = 1) -> None:
         """The drafter reads the states that wait for it, of all sequences that it follows.
