@@ -225,6 +225,44 @@ def test_stopping_criteria():
     assert torch.equal(expected, got) and 33 <= got.shape[1] < 70
 
 
+class AsToldFirst(StoppingCriteria):
+    """The first new token of a row says how many it will have."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return input_ids.shape[1] - 30 >= 3 + input_ids[:, 30] % 11
+
+
+def test_each_row_of_a_batch_ends_for_itself():
+    criteria = StoppingCriteriaList([AsToldFirst()])
+    expected, got = both(batch(), max_new_tokens=40, stopping_criteria=criteria, eos_token_id=159)
+    assert torch.equal(expected, got) and got.shape[1] < 44
+    assert len(set((got[:, 30:] == PAD).sum(1).tolist())) == 3, "some end at once"
+
+
+def test_rows_are_answered_together():
+    how = eyas.custom_generate(random_drafter(NAME), TREE)
+    for inputs, running in (({"input_ids": ids()}, 1), (batch(), 3), ({"input_ids": ids()}, 3)):
+        expected, got = both(inputs, how=how, max_new_tokens=20)
+        assert torch.equal(expected, got) and how._engine.scheduler.max_running == running
+    steps: list[int] = []
+    step, how._engine.step = how._engine.step, lambda: steps.append(1) or step()
+    expected, got = both(batch(), how=how, max_new_tokens=20)
+    assert torch.equal(expected, got) and len(steps) <= 21
+
+
+def test_a_model_that_was_trained_in_between():
+    """Nothing that was computed with other weights is used."""
+    model, how = zoo.case(NAME).build(), eyas.custom_generate("untrained")
+    settings = {"max_new_tokens": 20, "do_sample": False}
+    first = model.generate(ids(), custom_generate=how, **settings)
+    with torch.no_grad():
+        for weight in model.model.layers[0].parameters():
+            weight.add_(0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
+    expected = model.generate(ids(), **settings)
+    assert not torch.equal(first, expected)
+    assert torch.equal(expected, model.generate(ids(), custom_generate=how, **settings))
+
+
 class Listener(BaseStreamer):
     def __init__(self) -> None:
         self.heard: list[Any] = []
@@ -451,7 +489,8 @@ def test_a_target_that_breaks_says_so_and_works_afterwards():
         ),
         ("sampling_params", "if least:", "if False:", "an end and min_new_tokens"),
         ("sampling_params", 'settings["repetition_penalty"] = p.penalty', "pass", "repetition penalty"),
-        ("answer", "if bool(stopping_criteria(sequence, None).all())", "if False", "end of sequence"),
+        ("answer", "if bool(stopping_criteria(sequence[None], None).all())", "if False", "end of sequence"),
+        ("answer", "engine.abort(output.request_id)", "pass", "end of sequence"),
     ],
 )
 def test_these_tests_see(name, old, new, setting, monkeypatch):

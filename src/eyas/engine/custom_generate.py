@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -130,19 +130,6 @@ def answer(
     """The tokens of each answer, ended where the caller's stopping criteria say so (end-of-sequence is one of them)."""
     answers: dict[str, list[int]] = {request.id: [] for request in requests}
     prompts = dict(zip(answers, input_ids, strict=True))
-    for id, token in decoded(engine, requests):
-        tokens, prompt = answers[id], prompts[id]
-        tokens.append(token)
-        if streamer is not None:
-            streamer.put(torch.tensor([token]))
-        sequence = torch.cat([prompt, torch.tensor(tokens, device=prompt.device, dtype=prompt.dtype)])[None]
-        if bool(stopping_criteria(sequence, None).all()):
-            engine.abort(id)
-    return list(answers.values())
-
-
-def decoded(engine: Engine, requests: Sequence[Request]) -> Iterator[tuple[str, int]]:
-    """The tokens of all requests as they come, each with its request's id; none of one that was aborted."""
     try:
         for request in requests:
             engine.add(request)
@@ -150,11 +137,19 @@ def decoded(engine: Engine, requests: Sequence[Request]) -> Iterator[tuple[str, 
             for output in engine.step():
                 if output.error is not None:
                     raise output.error
+                prompt, tokens = prompts[output.request_id], answers[output.request_id]
                 for token in output.emitted:
-                    yield output.request_id, token.token_id
+                    tokens.append(token.token_id)
+                    if streamer is not None:
+                        streamer.put(torch.tensor([token.token_id]))
+                    sequence = torch.cat([prompt, torch.tensor(tokens, device=prompt.device, dtype=prompt.dtype)])
+                    if bool(stopping_criteria(sequence[None], None).all()):
+                        engine.abort(output.request_id)
+                        break
     finally:
         for request in requests:
             engine.abort(request.id)
+    return list(answers.values())
 
 
 def encoded_images(inputs: Mapping[str, Any]) -> dict[str, Any] | None:
