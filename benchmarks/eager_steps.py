@@ -19,7 +19,7 @@ import torch
 from side_by_side import interleave, provenance, show_medians, show_ratio, timed
 
 from eyas.core import Draft, DraftShape, Request, SamplingParams
-from eyas.drafter.contract import SequenceView
+from eyas.drafter.contract import Drafting
 from eyas.drafter.eagle3 import Eagle3Drafter
 from eyas.drafter.model import Eagle3Model, untrained
 from eyas.engine.engine import Engine
@@ -44,20 +44,25 @@ class Credited(Eagle3Drafter):
         super().__init__(model)
         self.truth, self.steps = truth, 0
 
-    def propose(self, sequences: Sequence[SequenceView], shape: DraftShape) -> list[Draft]:
-        (draft,) = super().propose(sequences, shape)
+    def propose(self, drafting: Drafting, shape: DraftShape) -> Draft:
+        """For the one sequence there is."""
+        draft = super().propose(drafting, shape)
+        (sequence,) = drafting.sequences
         self.steps += 1
-        at, hits = sequences[0].output_index, 1 + self.steps % 2
-        tokens, tip = draft.tokens.tolist(), 0
+        at, hits = len(sequence.output_ids), 1 + self.steps % 2
+        tokens, tip = draft.tokens[0].tolist(), 0
+        chain = range(len(tokens))
+        depths = chain if draft.depths is None else draft.depths[0].tolist()
+        parents = [node - 1 for node in chain] if draft.parents is None else draft.parents[0].tolist()
         for node in range(1, len(tokens)):
-            depth = draft.depths[node]
-            at_tip = draft.parents[node] == tip
+            depth = depths[node]
+            at_tip = parents[node] == tip
             right = self.truth[at + depth - 1] if at + depth - 1 < len(self.truth) else -1
             if at_tip and depth <= hits:
                 tokens[node], tip = right, node
             elif at_tip or tokens[node] == right:
                 tokens[node] = (right + 1) % 1000
-        return [Draft(torch.tensor(tokens), draft.parents, draft.depths)]
+        return Draft(torch.tensor([tokens]), draft.parents, draft.depths)
 
 
 class Bench:
@@ -91,7 +96,6 @@ class Bench:
     def run(self, name: str) -> float:
         """Decodes; tokens per second after the first."""
         engine = self.engines[name]
-        self.target.set_eagle3_layers_to_capture(engine.drafter.layer_ids if engine.drafter else None)
         if engine.drafter:
             engine.drafter.steps = 0
         engine.add(Request("0", self.ids, SamplingParams(max_tokens=self.tokens, ignore_eos=True)))

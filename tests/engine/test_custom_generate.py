@@ -229,13 +229,13 @@ class AsToldFirst(StoppingCriteria):
     """The first new token of a row says how many it will have."""
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return input_ids.shape[1] - 30 >= 3 + input_ids[:, 30] % 11
+        return input_ids.shape[1] - 30 >= 3 + input_ids[:, 30] % 13
 
 
 def test_each_row_of_a_batch_ends_for_itself():
     criteria = StoppingCriteriaList([AsToldFirst()])
     expected, got = both(batch(), max_new_tokens=40, stopping_criteria=criteria, eos_token_id=159)
-    assert torch.equal(expected, got) and got.shape[1] < 44
+    assert torch.equal(expected, got) and got.shape[1] < 50
     assert len(set((got[:, 30:] == PAD).sum(1).tolist())) == 3, "some end at once"
 
 

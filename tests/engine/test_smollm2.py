@@ -51,7 +51,7 @@ def pair(dtype: str, shape: DraftShape) -> LLM:
     target = HFTarget(loaded.model)
     sizes = {"draft_vocab_size": 8192, "dtype": target.dtype}
     drafter = Eagle3Drafter(untrained(target.hidden_size, target.num_layers, target.vocab_size, **sizes))
-    return LLM(target, loaded.tokenizer, drafter=drafter, shape=shape, context_length=512)
+    return LLM(target, loaded.tokenizer, drafter=drafter, shape=shape, context_length=512, speculation="fixed")
 
 
 @pytest.mark.parametrize(("dtype", "shape"), [("float32", DraftShape(4, 1, 5)), ("bfloat16", DraftShape(3, 2, 8))])
@@ -71,13 +71,14 @@ def test_accepted_drafts_change_nothing(sampling: SamplingParams) -> None:
     """As above with a drafter that is often right, which the untrained one never is."""
     loaded = load_target("smollm2", dtype="float32")
     target = HFTarget(loaded.model)
-    plain = LLM(target, loaded.tokenizer, context_length=512)
+    settings = {"context_length": 512, "max_running_requests": 1, "speculation": "fixed"}
+    plain = LLM(target, loaded.tokenizer, **settings)
     for prompt in PROMPTS[:6]:
         expected = plain.generate(messages(prompt), sampling)
         ids, _ = plain.encode(messages(prompt))
         shape = DraftShape(4, 3, 10)
         drafter = ScriptedDrafter({"0": Script(expected.token_ids)}, lambda step: step % 5)
-        found = LLM(target, loaded.tokenizer, drafter=drafter, shape=shape, context_length=512).generate(ids, sampling)
+        found = LLM(target, loaded.tokenizer, drafter=drafter, shape=shape, **settings).generate(ids, sampling)
         assert found.token_ids == expected.token_ids
         assert found.text == expected.text
         assert found.acceptance_length > 1.5 or len(expected.tokens) < 6
