@@ -127,6 +127,10 @@ class Engine:
         """Drops the beginnings that finished requests have left for others: the weights may have changed."""
         self.scheduler.left.clear()
 
+    def reset(self) -> None:
+        """Drops all requests, and all that memory holds: for whoever caught what ``step`` raised."""
+        self.scheduler.forget()
+
     def stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
         """The tokens that end an answer."""
         return (*(() if sampling.ignore_eos else self.eos_ids), *sampling.stop_token_ids)

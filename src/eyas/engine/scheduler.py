@@ -136,6 +136,13 @@ class Scheduler:
         else:
             self._leave(sequence, rows)
 
+    def forget(self) -> None:
+        """Drops everything: all requests, and whatever was left in the slots."""
+        self.waiting.clear()
+        self.running.clear()
+        self.left.clear()
+        self.slots = self.length = 0  # so that whoever comes next has the caches laid out
+
     def find(self, request_id: str) -> Sequence | None:
         return next((s for s in (*self.waiting, *self.running.values()) if s.request.id == request_id), None)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from eyas.core import EyasError, Request
+from eyas.core import EyasError, Request, RequestError
 from eyas.engine.llm import LLM
 from eyas.engine.sequence import Output
 
@@ -32,15 +33,12 @@ class AsyncLLM:
 
     async def stream(self, request: Request) -> AsyncIterator[Output]:
         """Yields what becomes of a request. Raises its error, or RequestError where it cannot be served."""
-        if self._closed:
-            raise EyasError("The engine is closed: no request can be answered any more.")
         loop, inbox = asyncio.get_running_loop(), asyncio.Queue[Output | EyasError]()
 
         def hear(news: Output | EyasError) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(inbox.put_nowait, news)
+            tell(loop, inbox.put_nowait, news)
 
-        self._commands.put(lambda: self._add(request, hear))
+        self._send(lambda: self._add(request, hear))
         try:
             while True:
                 news = await inbox.get()
@@ -64,9 +62,9 @@ class AsyncLLM:
                 result, error = function(), None
             except Exception as caught:
                 result, error = None, caught
-            loop.call_soon_threadsafe(settle, future, result, error)
+            tell(loop, settle, future, result, error)
 
-        self._commands.put(run)
+        self._send(run)
         return await future
 
     def close(self) -> None:
@@ -74,6 +72,12 @@ class AsyncLLM:
         self._closed = True
         self._commands.put(lambda: None)
         self._thread.join()
+
+    def _send(self, command: Command) -> None:
+        """Queues a command. The engine's thread obeys all that were queued before it was told to end."""
+        self._commands.put(command)
+        if self._closed:
+            raise EyasError("The engine is closed: no request can be answered any more.")
 
     # The engine's thread
 
@@ -91,6 +95,7 @@ class AsyncLLM:
                     listener(output)
                     if output.finish_reason is not None:
                         del self._listeners[output.request_id]
+        self._obey(wait=False)
         self._fail_all(EyasError("The engine was closed before the answer was complete."))
 
     def _obey(self, wait: bool) -> None:
@@ -106,6 +111,8 @@ class AsyncLLM:
             self.llm.engine.add(request)
         except EyasError as error:
             hear(error)
+        except Exception as error:  # nonsense where token ids should be, say: no reason to end everybody else
+            hear(RequestError(f"This request makes no sense ({type(error).__name__}: {error})."))
         else:
             self._listeners[request.id] = hear
 
@@ -115,10 +122,15 @@ class AsyncLLM:
             self.llm.engine.abort(request_id)
 
     def _fail_all(self, error: EyasError) -> None:
-        for request_id, listener in list(self._listeners.items()):
-            self.llm.engine.abort(request_id)
+        self.llm.engine.reset()
+        listeners, self._listeners = self._listeners, {}
+        for listener in listeners.values():
             listener(error)
-        self._listeners.clear()
+
+
+def tell(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *news: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # a loop that is closed: nobody is there to hear it
+        loop.call_soon_threadsafe(function, *news)
 
 
 def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

@@ -62,14 +62,14 @@ class SlotCache:
         if (slots, length) == (self.slots, self.length):
             return
         kept, rows = min(slots, self.slots), min(length, self.length)
-        before, self._pools = self._pools, []
+        pools: list[torch.Tensor] = []  # if memory for a copy is lacking, the slots stay what they were
         for layer, shape in self.shapes.items():
             for memory, size in zip(self._memory[layer], (shape.key_size, shape.value_size), strict=True):
                 after = memory[: slots * shape.heads * length * size].view(slots, shape.heads, length, size)
-                if before:
-                    after[:kept, :, :rows] = before[len(self._pools)][:kept, :, :rows].clone()  # of the same memory
-                self._pools.append(after)
-        self.slots, self.length = slots, length
+                if self._pools:
+                    after[:kept, :, :rows] = self._pools[len(pools)][:kept, :, :rows].clone()  # of the same memory
+                pools.append(after)
+        self._pools, self.slots, self.length = pools, slots, length
 
     def views(self, slot: int, count: int, length: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """By layer: keys and values ``[count, heads, length, size]`` of neighbouring slots, to read and write."""
