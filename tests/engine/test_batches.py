@@ -189,7 +189,7 @@ BUGS: dict[str, tuple[Any, str, str, str, str]] = {
         Engine, "_batch", "rows[sequence.slot] = sequence", "rows[plan.decode.index(sequence)] = sequence", "random",
     ),
     "prompts into the first slot": (Runner, "read", "sequence.slot,", "0,", "random"),
-    "logits of the first": (Engine, "_take", "step.logits[row]", "step.logits[0]", "random"),
+    "logits of the first": (Engine, "_emit", "logits[row, path]", "logits[0, path]", "random"),
     "padding in the way": (
         Runner, "verify", "ancestor_mask(draft)", "ancestor_mask(draft) | (draft.parents < 0)[:, None]", "scripted",
     ),

@@ -501,7 +501,7 @@ BUGS: dict[str, tuple[Any, str, str, str, Callable[[pytest.MonkeyPatch], None]]]
         lambda patch: test_statistics_against_a_recount(CHAIN, 9),
     ),
     "log-probabilities of the first nodes": (
-        Engine, "_emit", "logits[path]", "logits[: len(path)]",
+        Engine, "_emit", "logits[row, path]", "logits[row, : len(path)]",
         lambda patch: test_log_probabilities(TREE),
     ),
     "NaN stays in the slot": (
@@ -546,14 +546,19 @@ def test_engines_may_share_a_target():
     assert other.idle
 
 
-def test_plain_decoding_captures_nothing(monkeypatch):
+def test_layers_are_captured_for_a_drafter_only(monkeypatch):
+    """And for one always the same, in plain steps too: other layers would be another compiled step."""
     text = truth("llama")
     target = HFTarget(zoo.case("llama").model)
-    engine = Engine(target, ScriptedDrafter({"r": text.script}), shape=CHAIN, context_length=CONTEXT)
+    drafting = Engine(target, ScriptedDrafter({"r": text.script}), shape=CHAIN, context_length=CONTEXT)
+    plain = Engine(target, context_length=CONTEXT)
     seen = []
-    monkeypatch.setattr(target, "set_eagle3_layers_to_capture", seen.append)
-    assert tokens(engine, replace(text.request(), speculate=False)) == text.tokens
-    assert set(seen) == {None}
+    capture = target.set_eagle3_layers_to_capture
+    monkeypatch.setattr(target, "set_eagle3_layers_to_capture", lambda layers: seen.append(layers) or capture(layers))
+    for engine, speculate, layers in ((plain, True, None), (drafting, False, LAYERS), (drafting, True, LAYERS)):
+        assert tokens(engine, replace(text.request(), speculate=speculate)) == text.tokens
+        assert set(seen) == {layers}
+        seen.clear()
 
 
 def test_a_request_that_cannot_even_start_takes_no_slot(monkeypatch):
