@@ -236,10 +236,12 @@ class Engine:
             return
         if decision.follow:
             running = [s if s is not None and s.slot >= 0 else None for s in batch.rows]
-            self.runner.catch_up(self.runner.batch(batch.slot, running, batch.starts, batch.length))
-        else:
-            for sequence in behind:
-                sequence.follows, sequence.pending = False, 0
+            try:
+                return self.runner.catch_up(self.runner.batch(batch.slot, running, batch.starts, batch.length))
+            except Exception:  # of the drafter's memory, say: answers go on without it
+                pass
+        for sequence in behind:
+            sequence.follows, sequence.pending = False, 0
 
     def _emit(self, sequence: Sequence, tokens: list[int], logits: torch.Tensor, row: int, path: list[int]) -> Output:
         """Appends tokens until the answer ends; what was accepted behind its end is dropped.
