@@ -492,12 +492,14 @@ def with_drafter(storm: Storm, drafter: Drafter, policy: Any = None) -> Engine:
 
 
 class Stubborn(Whims):
-    """Drafts for twenty steps, whatever comes of it, then goes on plainly and wants the drafter to keep up."""
+    """Drafts for some steps, whatever comes of it, then goes on plainly and wants the drafter to keep up."""
+
+    drafts = 20
 
     def decide(self, view: BatchView) -> Decision:
         self.chosen["steps"] += 1
         self.sequences = view.sequences
-        return Decision(TREE if self.chosen["steps"] <= 20 else None, "stubborn", follow=True)
+        return Decision(TREE if self.chosen["steps"] <= self.drafts else None, "stubborn", follow=True)
 
     def follow(self) -> bool:
         return True
@@ -523,7 +525,9 @@ def test_a_drafter_that_fails_for_long_is_given_up(monkeypatch):
             tokens += [token.token_id for output in engine.step() for token in output.emitted]
         return tokens
 
-    assert answer() == asked.tokens
+    for drafts in (20, 0):
+        monkeypatch.setattr(Stubborn, "drafts", drafts)
+        assert answer() == asked.tokens
     plant(monkeypatch, Engine, "_follow", "except Exception", "except KeyError")
     with pytest.raises((RuntimeError, ValueError)):
         answer()

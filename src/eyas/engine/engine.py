@@ -271,7 +271,7 @@ class Engine:
             sequence.finish_reason,
             tail,
             stats=sequence.stats,
-            cached_tokens=min(sequence.cached, len(sequence.request.prompt_ids)),  # not what it left itself, put back
+            cached_tokens=min(sequence.cached, sequence.given),  # what it left itself when put back does not count
         )
 
     def _fail(self, sequence: Sequence, error: Exception) -> Output:

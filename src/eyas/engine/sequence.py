@@ -99,6 +99,11 @@ class Sequence:
         return text
 
     @property
+    def given(self) -> int:
+        """Tokens that came with the request."""
+        return len(self.request.prompt_ids) + len(self.request.output_ids)
+
+    @property
     def room(self) -> int:
         """How many more tokens the answer may have."""
         return self._end - len(self.ids)
