@@ -97,7 +97,7 @@ class ScriptedDrafter:
         self.fed: list[list[Place]] = [[]]  # by slot
 
     @loudly
-    def layout(self, slots: int, length: int) -> None:
+    def layout(self, slots: int, length: int, used: tuple[int, int] | None = None) -> None:
         assert slots * length <= self.rows
         self.length = length
         self.fed = [places[:length] for places in self.fed[:slots]]

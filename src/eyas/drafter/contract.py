@@ -77,11 +77,14 @@ class Drafter(Protocol):
     def start(self, target: Eagle3Target, rows: int) -> None:
         """Makes room for ``rows`` tokens of ``target`` in all slots together."""
 
-    def layout(self, slots: int, length: int) -> None:
-        """From now on there are so many slots of so many rows; what is in them stays, as far as it fits."""
+    def layout(self, slots: int, length: int, used: tuple[int, int] | None = None) -> None:
+        """From now on there are so many slots of so many rows; what is in them stays, as far as it fits.
+
+        ``used``: of which slots and rows that matters, the first so many of each; None: of all.
+        """
 
     def copy(self, source: int, dest: int, rows: int) -> None:
-        """Makes the first ``rows`` rows of a slot those of another."""
+        """Makes the first ``rows`` rows of a slot those of another, and where it would draft from."""
 
     def clear(self, slot: int, count: int = 1) -> None:
         """Forgets slots down to their numbers: they may be NaN."""

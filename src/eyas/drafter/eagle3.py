@@ -32,8 +32,7 @@ class Eagle3Drafter:
     So a sequence whose target cache holds P tokens has P true rows here, and its newest row used the bonus token.
     Draft-time rows are written behind them and overwritten by the next ``extend``.
 
-    A sequence's tip is what the newest true row came to: every draft starts there. ``copy`` leaves tips alone, since a
-    copied prefix is always extended before it is drafted from.
+    A sequence's tip is what the newest true row came to: every draft starts there.
     """
 
     def __init__(self, model: Eagle3Model):
@@ -55,8 +54,8 @@ class Eagle3Drafter:
         self.cache = SlotCache(self._shapes(), rows)
         self._tips = DraftStates(self._no_tips(1), self._no_tips(1))
 
-    def layout(self, slots: int, length: int) -> None:
-        self.cache.layout(slots, length)
+    def layout(self, slots: int, length: int, used: tuple[int, int] | None = None) -> None:
+        self.cache.layout(slots, length, used)
         kept = min(slots, len(self._tips.normed))
         tips = DraftStates(self._no_tips(slots), self._no_tips(slots))
         for tip, old in zip(tips, self._tips, strict=True):
@@ -65,6 +64,8 @@ class Eagle3Drafter:
 
     def copy(self, source: int, dest: int, rows: int) -> None:
         self.cache.copy(source, dest, rows)
+        for tip in self._tips:
+            tip[dest] = tip[source]
 
     def clear(self, slot: int, count: int = 1) -> None:
         self.cache.clear(slot, count)
@@ -77,7 +78,7 @@ class Eagle3Drafter:
             embeds = torch.where(true.image_mask[..., None], true.embeds.to(embeds.dtype), embeds)
         views, tips = self._slots(true.slot, len(true.tokens), true.length)
         step = self._compiled.get(("follow", *true.tokens.shape), partial(follow, self.model))
-        newest = step(views, tips, true.starts, true.counts, true.states, embeds)
+        newest = step(views, self._columns(true.length), tips, true.starts, true.counts, true.states, embeds)
         for tip, new in zip(tips, newest, strict=True):
             tip.copy_(new)
 
@@ -85,35 +86,39 @@ class Eagle3Drafter:
         views, tips = self._slots(0, len(drafting.roots), drafting.length)
         if shape.eagle_topk > 1:
             return self._tree(views, tips, drafting, shape)
-        choose, steps = self._choice(drafting.rows), shape.num_steps
+        choose, steps, columns = self._choice(drafting.rows), shape.num_steps, self._columns(drafting.length)
         compiled_chain = self._compiled.get(("chain", len(drafting.roots), steps)) if choose is likeliest else None
         if compiled_chain is not None:
-            tokens = compiled_chain(views, tips, drafting.lengths, steps)
+            tokens = compiled_chain(views, columns, tips, drafting.lengths, steps)
         else:
-            tokens = chain_tokens(self.model, views, tips, drafting.lengths, steps, choose)
+            tokens = chain_tokens(self.model, views, columns, tips, drafting.lengths, steps, choose)
         return chain(torch.cat([drafting.roots[:, None], tokens], dim=1))
 
     @torch.inference_mode()
     def compile(self, sequences: int, tokens: int, shape: DraftShape) -> None:
         """Has ``extend`` by so many tokens each, and greedy chains, run compiled for so many sequences from now on."""
         config = self.model.config
-        cache = SlotCache(self.cache.shapes, sequences * 128)
-        cache.layout(sequences, 128)
-        views = cache.views(0, sequences, 128)
+        with torch.inference_mode(False):  # as those of an engine are; the compiler tells the two kinds apart
+            cache = SlotCache(self.cache.shapes, sequences * 128)
+            cache.layout(sequences, 128)
+        views, columns = cache.views(0, sequences, 128), self._columns(96)
         any_length((part for pair in views.values() for part in pair), dim=2)
-        tips = DraftStates(*(torch.zeros_like(self._no_tips(sequences)) for _ in range(2)))
+        any_length([columns], dim=0)
+        tips = DraftStates(self._no_tips(sequences), self._no_tips(sequences))
         counts = torch.ones(sequences, dtype=torch.long, device=self.model.device)
+        width = config.num_aux * config.target_hidden_size
+        states = counts.new_zeros(sequences, tokens, width, dtype=self.model.dtype)
         width = config.num_aux * config.target_hidden_size
         states, embeds = (
             counts.new_zeros(sequences, tokens, n, dtype=self.model.dtype) for n in (width, config.hidden_size)
         )
         if ("follow", sequences, tokens) not in self._compiled:
             step = compiled(follow, self.model)
-            step(views, tips, 0 * counts, counts, states, embeds)
+            step(views, columns, tips, 0 * counts, counts, states, embeds)
             self._compiled["follow", sequences, tokens] = step
         if shape.eagle_topk == 1 and ("chain", sequences, shape.num_steps) not in self._compiled:
             step = compiled(greedy_chain, self.model)
-            step(views, tips, counts, shape.num_steps)
+            step(views, columns, tips, counts, shape.num_steps)
             self._compiled["chain", sequences, shape.num_steps] = step
 
     def _slots(self, slot: int, count: int, length: int) -> tuple[Views, DraftStates]:
@@ -121,7 +126,11 @@ class Eagle3Drafter:
         self.model.reserve_positions(length)  # no place lies behind its row
         here = slice(slot, slot + count)
         tips = DraftStates(self._tips.next_hidden[here], self._tips.normed[here])
-        return self.cache.views(slot, count, length), tips
+        return self.cache.views(slot, count, self.cache.length), tips
+
+    def _columns(self, length: int) -> torch.Tensor:
+        """int64 [S]: the rows that are looked at."""
+        return torch.arange(length, device=self.model.device)
 
     def _choice(self, rows: Rows) -> Choose:
         """How these sequences choose: by the largest logit, where nothing else can change which that is."""
@@ -144,7 +153,8 @@ class Eagle3Drafter:
         frontier = self._expanded(builder, normed, drafting.rows, 0)
         count = frontier.tokens.shape[1]
         level = torch.arange(count, device=lengths.device)
-        seen = _columns(views) < lengths[..., None]  # [B, F, S]: the rows that each node of the frontier before sees
+        columns = self._columns(drafting.length)
+        seen = columns < lengths[..., None]  # [B, F, S]: the rows that each node of the frontier before sees
         for depth in range(1, shape.num_steps):
             rows = lengths + (depth - 1) * count + level
             seen = _picked(seen, frontier.rows).scatter(2, rows[..., None], True)
@@ -153,7 +163,7 @@ class Eagle3Drafter:
                 _picked(hidden, frontier.rows),
                 model.rotations(lengths - 1 + depth),
                 seen[:, None],
-                StepCache(views, rows[:, 0]),
+                StepCache(views, rows[:, 0], len(columns)),
             )
             frontier = self._expanded(builder, normed, drafting.rows, depth)
         return builder.finish()
@@ -179,6 +189,7 @@ class Eagle3Drafter:
 def follow(
     model: Eagle3Model,
     views: Views,
+    columns: torch.Tensor,
     tips: DraftStates,
     starts: torch.Tensor,
     counts: torch.Tensor,
@@ -187,22 +198,29 @@ def follow(
 ) -> DraftStates:
     """Writes the rows of T true states into ``views``, whatever lies behind ``counts`` too; returns the new tips.
 
-    tips: [B, H] each, kept where there is nothing new. starts, counts: int64 [B]. states: [B, T, ...] as the target has
-    them. embeds: [B, T, H] of the tokens one place after.
+    columns: int64 [S], the rows that are looked at. tips: [B, H] each, kept where there is nothing new. starts, counts:
+    int64 [B]. states: [B, T, ...] as the target has them. embeds: [B, T, H] of the tokens one place after.
     """
     index = torch.arange(embeds.shape[1], device=embeds.device)
     places = starts[:, None] + index
     padding = index >= counts[:, None]
     hidden = model.fuse(states).masked_fill(padding[..., None], 0)  # a NaN there would stay in the cache
-    seen = _columns(views) <= places[..., None]
-    out = model.run(embeds, hidden, model.rotations(places), seen[:, None], StepCache(views, starts))
+    seen = columns <= places[..., None]
+    cache = StepCache(views, starts, columns.shape[0])
+    out = model.run(embeds, hidden, model.rotations(places), seen[:, None], cache)
     newest, anything = (counts - 1).clamp(min=0)[:, None], (counts > 0)[:, None]
     pairs = zip(tips, out, strict=True)
     return DraftStates(*(torch.where(anything, _picked(new, newest)[:, 0], old) for old, new in pairs))
 
 
 def chain_tokens(
-    model: Eagle3Model, views: Views, tips: DraftStates, lengths: torch.Tensor, steps: int, choose: Choose
+    model: Eagle3Model,
+    views: Views,
+    columns: torch.Tensor,
+    tips: DraftStates,
+    lengths: torch.Tensor,
+    steps: int,
+    choose: Choose,
 ) -> torch.Tensor:
     """int64 [B, steps]: the tokens drafted one after the other from tips [B, H] behind ``lengths`` int64 [B] true rows.
 
@@ -210,33 +228,27 @@ def chain_tokens(
     """
     hidden, normed = (tip[:, None] for tip in tips)
     rows = lengths[:, None] + torch.arange(steps - 1, device=lengths.device)
-    seen = (_columns(views) <= rows[..., None])[:, None]  # [B, 1, steps - 1, S]
+    seen = (columns <= rows[..., None])[:, None]  # [B, 1, steps - 1, S]
     rope = model.rotations(rows)  # a chain's rows are its places
     path: list[torch.Tensor] = []
     for step in range(steps):
         if step > 0:
             now = slice(step - 1, step)
-            cache = StepCache(views, rows[:, step - 1])
+            cache = StepCache(views, rows[:, step - 1], columns.shape[0])
             hidden, normed = model.run(model.embed(path[-1]), hidden, rope[:, now], seen[:, :, now], cache)
         path.append(model.draft_to_target[choose(model.logits(normed), path)])
     return torch.cat(path, dim=1)
 
 
 def greedy_chain(
-    model: Eagle3Model, views: Views, tips: DraftStates, lengths: torch.Tensor, steps: int
+    model: Eagle3Model, views: Views, columns: torch.Tensor, tips: DraftStates, lengths: torch.Tensor, steps: int
 ) -> torch.Tensor:
-    return chain_tokens(model, views, tips, lengths, steps, likeliest)
+    return chain_tokens(model, views, columns, tips, lengths, steps, likeliest)
 
 
 def likeliest(logits: torch.Tensor, path: Sequence[torch.Tensor]) -> torch.Tensor:
     """The greedy ``Choose``: int64 [B, 1]."""
     return largest(logits)[1]
-
-
-def _columns(views: Views) -> torch.Tensor:
-    """int64 [S]: the rows that are looked at."""
-    keys, _ = views[0]
-    return torch.arange(keys.shape[2], device=keys.device)
 
 
 def _picked(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

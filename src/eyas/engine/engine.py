@@ -17,7 +17,7 @@ from eyas.core import DraftShape, EyasError, Request, RequestError, SamplingPara
 from eyas.drafter.contract import Drafter, drafted_rows
 from eyas.engine.policy import BatchView, Decision, Fixed, Off, Policy, StepReport, describe
 from eyas.engine.runner import Batch, Runner
-from eyas.engine.scheduler import Chunk, Plan, Scheduler, length_bucket, slot_bucket
+from eyas.engine.scheduler import Chunk, Plan, Scheduler, slot_bucket, slot_length
 from eyas.engine.sequence import Emitted, Output, Sequence
 from eyas.engine.text import TextStream
 from eyas.speculation.sampling import TokenHistory, check_bias, choose, logprobs, needs_history, no_choice
@@ -58,8 +58,12 @@ class Engine:
         self.context_length = context_length
         self.tokenizer, self.eos_ids = tokenizer, tuple(eos_ids)
         self.policy: Policy = policy or (Fixed(self.shape) if drafter else Off())
-        catch_up = max(CATCH_UP, self.shape.num_steps + 2)  # a whole draft accepted, and a plain step behind it
-        needed = rows_for(context_length, self.shape)
+        deepest = max(s.num_steps for s in (self.shape, *self.policy.shapes))
+        catch_up = max(CATCH_UP, deepest + 2)  # a whole draft accepted, and a plain step behind it
+        spare = max(spare_rows(s) for s in (self.shape, *self.policy.shapes))
+        needed = slot_length(context_length + spare)
+        if max_running_requests < 1:
+            raise UsageError(f"max_running_requests must be at least 1, got {max_running_requests}.")
         rows = needed * max_running_requests if kv_rows is None else kv_rows
         if rows < needed:
             raise UsageError(
@@ -69,7 +73,7 @@ class Engine:
         self.runner = Runner(target, drafter, rows, catch_up)
         chunk = chunked_prefill_size or PREFILL_CHUNK.get(target.device.type, PREFILL_CHUNK["cuda"])
         follow = self.policy.follow if drafter else lambda: False
-        self.scheduler = Scheduler(rows, spare_rows(self.shape), max_running_requests, chunk, follow, prefix_caching)
+        self.scheduler = Scheduler(rows, spare, max_running_requests, chunk, follow, prefix_caching)
         self._numbers = itertools.count()
 
     def add(self, request: Request) -> None:
@@ -96,8 +100,12 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Output]:
         """Reads pieces of new prompts, and moves every running sequence on by one draft."""
-        plan = self.scheduler.schedule()
-        self.runner.arrange(plan.moves)
+        try:
+            plan = self.scheduler.schedule()
+            self.runner.arrange(plan.moves)
+        except BaseException:  # an interruption, too: what the scheduler planned and what is in memory differ now
+            self.reset()
+            raise
         outputs = [output for chunk in plan.chunks if (output := self._read(chunk)) is not None]
         if plan.decode:
             outputs += self._decode(self._batch(plan))
@@ -130,6 +138,7 @@ class Engine:
     def reset(self) -> None:
         """Drops all requests, and all that memory holds: for whoever caught what ``step`` raised."""
         self.scheduler.forget()
+        self.runner.wipe()
 
     def stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
         """The tokens that end an answer."""
@@ -150,7 +159,7 @@ class Engine:
                 if not bool(logits.amax().isfinite()):  # now: in a prefix, or after a new layout, NaN would meet others
                     raise no_choice(False, sequence.output_index)
                 return None
-            batch = self.runner.batch(sequence.slot, [sequence], [sequence.length], self.scheduler.length)
+            batch = self.runner.batch(sequence.slot, [sequence], [sequence.length], self.scheduler.readable)
             root = self.runner.roots(batch)
             choice = choose(logits[None], batch.choosing, root)
             ((token, finite),) = torch.stack((choice.tokens[:, 0], choice.finite[:, 0].long()), dim=1).tolist()
@@ -188,7 +197,13 @@ class Engine:
     def _draft_and_verify(self, batch: Batch, decision: Decision) -> Step:
         """One target pass, with or without a draft. No sequence knows of it yet: what raises here can be redone."""
         times = [time.perf_counter()]
-        draft = self.runner.propose(batch, decision.shape) if decision.shape else self.runner.roots(batch)
+        draft = self.runner.roots(batch)
+        if decision.shape:
+            try:
+                draft = self.runner.propose(batch, decision.shape)
+            except Exception as error:
+                self.runner.give_up([s for _, s in batch.members if s.follows], error)
+                decision = Decision(None, "plain: the drafter failed")
         times.append(time.perf_counter())
         output = self.runner.verify(batch, draft)
         times.append(time.perf_counter())
@@ -204,7 +219,7 @@ class Engine:
         """One sequence by itself, plainly: what broke a step may be another sequence, or a token of a draft."""
         try:
             self.runner.drop_draft(sequence)
-            batch = self.runner.batch(sequence.slot, [sequence], [sequence.length], self.scheduler.length)
+            batch = self.runner.batch(sequence.slot, [sequence], [sequence.length], self.scheduler.readable)
             step = self._draft_and_verify(batch, Decision(None, "alone after a fault"))
         except Exception as error:
             return self._fail(sequence, error)
@@ -221,7 +236,7 @@ class Engine:
         sequence.length += len(tokens)
         sequence.pending += len(tokens) if sequence.follows else 0
         if sequence.pending > self.runner.catch_up_most:  # steps that failed put catching up off for too long
-            sequence.follows, sequence.pending = False, 0
+            sequence.give_up()
         output = self._emit(sequence, tokens, step.logits, row, path)
         if drafted:
             assert step.decision.shape is not None
@@ -238,10 +253,10 @@ class Engine:
             running = [s if s is not None and s.slot >= 0 else None for s in batch.rows]
             try:
                 return self.runner.catch_up(self.runner.batch(batch.slot, running, batch.starts, batch.length))
-            except Exception:  # of the drafter's memory, say: answers go on without it
-                pass
+            except Exception as error:  # of the drafter's memory, say
+                return self.runner.give_up(behind, error)
         for sequence in behind:
-            sequence.follows, sequence.pending = False, 0
+            sequence.give_up()
 
     def _emit(self, sequence: Sequence, tokens: list[int], logits: torch.Tensor, row: int, path: list[int]) -> Output:
         """Appends tokens until the answer ends; what was accepted behind its end is dropped.
@@ -376,7 +391,7 @@ def spare_rows(shape: DraftShape) -> int:
 
 def rows_for(context_length: int, shape: DraftShape | None = None) -> int:
     """Rows of KV that one request of a whole context takes."""
-    return length_bucket(context_length + spare_rows(shape or DraftShape()))
+    return slot_length(context_length + spare_rows(shape or DraftShape()))
 
 
 def image_key(images: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from eyas.core import DraftShape, Request, RequestError, SamplingParams, UsageError
+from eyas.core import DraftShape, EyasError, Request, RequestError, SamplingParams, UsageError
 from eyas.drafter.contract import Drafter
 from eyas.engine.engine import Engine
 from eyas.engine.memory import Memory, kv_rows
@@ -179,6 +179,8 @@ class LLM:
                 self._inboxes[request.id] = deque()
             unfinished = set(added)
             while unfinished:
+                if self.engine.idle:
+                    raise EyasError("Requests were dropped: the engine was reset after a fault or an interruption.")
                 self._step()
                 for id in added:
                     while inbox := self._inboxes[id]:
@@ -202,6 +204,9 @@ class LLM:
                 if output.error is not None:
                     raise output.error
                 yield output
+                if output.finish_reason is not None:
+                    return
+            raise EyasError("The request was dropped: the engine was reset after a fault or an interruption.")
         finally:  # the caller may stop listening at any time
             self.engine.abort(request.id)
             del self._inboxes[request.id]

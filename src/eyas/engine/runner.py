@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from eyas.engine.sequence import Sequence
 from eyas.speculation.sampling import Rows, rows_of
 from eyas.speculation.tree import ancestor_mask, chain
 from eyas.target.contract import Block, Eagle3Target, TargetOutput
+
+logger = logging.getLogger(__name__)
 
 NOBODYS = -2  # a draft token that no target chooses (-1 says that it could choose none)
 
@@ -46,9 +49,8 @@ class Runner:
         """``catch_up_most`` states of a sequence are kept for the drafter."""
         self.target, self.drafter, self.catch_up_most = target, drafter, catch_up_most
         self.cache = target.new_cache(rows)
-        self._pending: torch.Tensor | None = (
-            None  # [slots, catch_up_most + 1, states]; the last place takes what is void
-        )
+        # [slots, catch_up_most + 1, states]: what the drafter has yet to read; the last place takes what is void
+        self._pending: torch.Tensor | None = None
         if drafter:
             drafter.start(target, rows)
 
@@ -69,19 +71,24 @@ class Runner:
     def clear(self, slot: int) -> None:
         """Wipes a slot that may hold NaN: a masked row still takes part as 0 * its value."""
         self.cache.clear(slot)
-        if self._pending is not None:
+        if self._pending is not None and slot < len(self._pending):
             self._pending[slot] = 0
         if self.drafter:
             self.drafter.clear(slot)
+
+    def wipe(self) -> None:
+        """Wipes all slots."""
+        for slot in range(self.cache.slots):
+            self.clear(slot)
 
     def drop_draft(self, sequence: Sequence) -> None:
         """Wipes what a draft left behind a sequence, which may be NaN."""
         self.cache.clear(sequence.slot, start=sequence.length)
 
     def _lay_out(self, layout: Layout) -> None:
-        self.cache.layout(layout.slots, layout.length)
+        self.cache.layout(layout.slots, layout.length, layout.used)
         if self.drafter:
-            self.drafter.layout(layout.slots, layout.length)
+            self.drafter.layout(layout.slots, layout.length, layout.used)
             before = self._pending
             width = len(self.drafter.layer_ids) * self.target.hidden_size
             self._pending = torch.zeros(
@@ -109,8 +116,18 @@ class Runner:
         sequence.rope_delta += output.rope_delta
         sequence.length = start + count
         if sequence.follows:
-            self._feed(sequence, start, ids, output)
+            try:
+                self._feed(sequence, start, ids, output)
+            except Exception as error:
+                self.give_up([sequence], error)
         return output.logits[0]
+
+    def give_up(self, sequences: Many[Sequence], error: Exception) -> None:
+        """The drafter failed: these go on without it."""
+        what = f"{type(error).__name__}: {error}"
+        logger.warning("The drafter failed (%s): %d requests go on without it", what, len(sequences))
+        for sequence in sequences:
+            sequence.give_up()
 
     def _read(self, block: Block, images: Mapping[str, Any] | None) -> TargetOutput:
         try:
@@ -160,12 +177,13 @@ class Runner:
         width = catch_up_bucket(max(at_least, *counts), self.catch_up_most)
         tokens = [s.ids[s.length - s.pending + 1 : s.length + 1] if s else [] for s in sequences]
         covered = [s.length - s.pending if s else start for s, start in zip(sequences, batch.starts, strict=True)]
+        waiting = self._pending[batch.slot : batch.slot + len(batch.rows), :width]
         self.drafter.extend(
             TrueStates(
                 batch.slot,
                 self._tensor(covered),
                 self._tensor(counts),
-                self._pending[batch.slot : batch.slot + len(batch.rows), :width],
+                waiting.clone(memory_format=torch.contiguous_format),  # compiled code knows strides by heart
                 self._tensor([t + [0] * (width - len(t)) for t in tokens]),
                 batch.length,
             )

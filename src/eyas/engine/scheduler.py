@@ -22,6 +22,7 @@ class Layout:
 
     slots: int
     length: int
+    used: tuple[int, int]  # of which slots and rows that matters: the first so many of each
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Plan:
     chunks: tuple[Chunk, ...]
     decode: tuple[Sequence, ...]
     bucket: int  # slots 0 .. bucket - 1 hold all of ``decode``
-    length: int  # rows of a slot
+    length: int  # rows of a slot that are looked at
 
 
 @dataclass
@@ -109,14 +110,25 @@ class Scheduler:
         self._compact()
         decode = tuple(s for _, s in sorted(self.running.items()) if s.decoding)
         bucket = min(slot_bucket(decode[-1].slot + 1), self.slots) if decode else 0
-        return Plan(tuple(self._moves), tuple(chunks), decode, bucket, self.length)
+        return Plan(tuple(self._moves), tuple(chunks), decode, bucket, self._looked_at(bucket))
+
+    @property
+    def readable(self) -> int:
+        """Rows of a slot that may be looked at."""
+        return self.length - 1
+
+    def _looked_at(self, bucket: int) -> int:
+        """Rows that a step must read: slots may be longer, for a sequence that is not in it any more."""
+        held = [len(s.ids) for s in self.running.values() if s.slot < bucket]
+        held += [len(prefix.ids) for slot, prefix in self.left.items() if slot < bucket]
+        return min(length_bucket(max(held, default=0) + self.spare), self.readable)
 
     def starts(self, bucket: int, behind: int) -> list[int]:
         """For slots 0 .. bucket - 1: rows that a step must not write, with room for ``behind`` rows that it may.
 
         What a prefix holds beyond that is given up.
         """
-        most = self.length - behind
+        most = self.readable - behind
         found = []
         for slot in range(bucket):
             if (sequence := self.running.get(slot)) is not None:
@@ -167,7 +179,7 @@ class Scheduler:
 
     def _need(self, sequences: Iterable[Sequence]) -> int:
         """How long the slots must be."""
-        return length_bucket(max(len(s.ids) for s in sequences) + self.spare)
+        return slot_length(max(len(s.ids) for s in sequences) + self.spare)
 
     def _grow(self) -> None:
         """Longer slots where a sequence needs them, with the latest sequences put back until all fit."""
@@ -211,7 +223,9 @@ class Scheduler:
         for slot in list(self.left):
             self._shorten(slot, length)
         self.slots, self.length = slots, length
-        self._moves.append(Layout(slots, length))
+        held = [*(len(p.ids) for p in self.left.values()), *(s.length for s in self.running.values())]
+        used = max((*self.left, *self.running), default=-1) + 1
+        self._moves.append(Layout(slots, length, (used, max(held, default=0))))
 
     def _shorten(self, slot: int, rows: int) -> None:
         prefix = self.left[slot]
@@ -342,3 +356,11 @@ def length_bucket(rows: int) -> int:
     """Slot lengths: steps of an eighth, at least 64, so that little is read in vain and slots seldom change."""
     step = max(64, 1 << max(0, rows.bit_length() - 4))
     return -(-rows // step) * step
+
+
+def slot_length(rows: int) -> int:
+    """How long slots are for so many rows: always longer than what is looked at.
+
+    Where both are equal torch takes them for one number, and compiled code would be for that case or the other only.
+    """
+    return length_bucket(rows) + 1

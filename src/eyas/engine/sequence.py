@@ -76,6 +76,10 @@ class Sequence:
     def output_index(self) -> int:
         return len(self.output_ids)
 
+    def give_up(self) -> None:
+        """From now on plainly: the drafter does not follow any more."""
+        self.follows, self.pending = False, 0
+
     def leave(self) -> None:
         """Out of its slot: whatever is read again starts from nothing."""
         self.slot, self.length, self.pending, self.rope_delta = -1, 0, 0, 0

@@ -131,7 +131,7 @@ class HFTarget:
         batch, count = block.tokens.shape
         if images:
             return self._with_images(block, cache, images, last_only)
-        views = cache.views(block.slot, batch, block.length)
+        views = cache.views(block.slot, batch, cache.length)  # whole slots: compiled code is made for such
         depths = torch.arange(count, device=block.starts.device) if block.depths is None else block.depths
         places = block.starts[:, None] + depths
         positions = places.clamp(max=self._last_position)  # before the deltas: behind a video they count further
@@ -152,11 +152,13 @@ class HFTarget:
         last_only: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits and captured states: tensors in, tensors out, so that it can be compiled."""
+        mask = list(masks.values())[0] if isinstance(masks, dict) else masks  # noqa: RUF015 (the compiler knows lists)
+        length = mask.shape[-1]
         inputs: dict[str, Any] = {
             "input_ids": tokens,
             "position_ids": positions,
             "attention_mask": masks,
-            self._cache_name: StepCache(views, starts),
+            self._cache_name: StepCache(views, starts, length),
             "use_cache": True,
         }
         logits, captured = self._run(inputs, last_only)
@@ -196,13 +198,15 @@ class HFTarget:
         size = (sequences, tokens, self._layer_ids)
         if size in self._compiled:
             return
-        cache = self.new_cache(sequences * 2 * max(tokens, 64))
-        cache.layout(sequences, 2 * max(tokens, 64))
+        length = max(tokens, 64)
+        with torch.inference_mode(False):  # as an engine's cache is; the compiler tells the two kinds apart
+            cache = self.new_cache(sequences * 2 * length)
+            cache.layout(sequences, 2 * length)  # longer than what is read: as one size, the two would be taken for one
         views = cache.views(0, sequences, cache.length)
         starts = torch.zeros(sequences, dtype=torch.long, device=self.device)
         ids = torch.zeros(sequences, tokens, dtype=torch.long, device=self.device)
         positions = (starts[:, None] + torch.arange(tokens, device=self.device)).clamp(max=self._last_position)
-        masks = self._masks.build(Block(ids, 0, starts, cache.length), self.dtype)
+        masks = self._masks.build(Block(ids, 0, starts, length), self.dtype)
         any_length((part for pair in views.values() for part in pair), dim=2)
         any_length(masks.values() if isinstance(masks, dict) else [masks], dim=3)
         step = compiled(type(self)._step, self)

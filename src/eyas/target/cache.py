@@ -55,13 +55,17 @@ class SlotCache:
     def nbytes(self) -> int:
         return sum(memory.nbytes for pair in self._memory.values() for memory in pair)
 
-    def layout(self, slots: int, length: int) -> None:
-        """From now on there are ``slots`` of ``length`` rows; what is in them stays, as far as it fits."""
+    def layout(self, slots: int, length: int, used: tuple[int, int] | None = None) -> None:
+        """From now on there are ``slots`` of ``length`` rows; what is in them stays, as far as it fits.
+
+        ``used``: of which slots and rows that matters, the first so many of each; None: of all.
+        """
         if slots * length > self.rows:
             raise ValueError(f"{slots} slots of {length} rows do not fit {self.rows} rows")
         if (slots, length) == (self.slots, self.length):
             return
-        kept, rows = min(slots, self.slots), min(length, self.length)
+        most_slots, most_rows = used or (self.slots, self.length)
+        kept, rows = min(slots, self.slots, most_slots), min(length, self.length, most_rows)
         pools: list[torch.Tensor] = []  # if memory for a copy is lacking, the slots stay what they were
         for layer, shape in self.shapes.items():
             for memory, size in zip(self._memory[layer], (shape.key_size, shape.value_size), strict=True):
@@ -99,23 +103,32 @@ class SlotCache:
 
 
 class StepCache(Cache):
-    """What a forward pass sees of the slots: it writes the block's rows and reads all of the views."""
+    """What a forward pass sees of the slots: it writes the block's rows and reads the first rows of the views."""
 
-    def __init__(self, views: Mapping[int, tuple[torch.Tensor, torch.Tensor]], starts: torch.Tensor):
+    def __init__(
+        self,
+        views: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+        starts: torch.Tensor,
+        length: int | None = None,
+    ):
+        """``starts`` is int64 [B]; ``length`` rows are read (None: all)."""
         super().__init__(layers=[])
-        self._views, self._starts = views, starts  # int64 [B]
+        self._views, self._starts, self._length = views, starts, length
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes ``[B, heads, T, size]`` at rows ``starts``, ``starts + 1``, ...; returns the whole views."""
+        """Writes ``[B, heads, T, size]`` at rows ``starts``, ``starts + 1``, ...; returns what is to be read."""
         keys, values = self._views[layer_idx]
         batch, _, count, _ = key_states.shape
         slots = torch.arange(batch, device=keys.device)[:, None]
         rows = self._starts[:, None] + torch.arange(count, device=keys.device)
         keys[slots, :, rows] = key_states.transpose(1, 2)
         values[slots, :, rows] = value_states.transpose(1, 2)
-        return keys, values
+        if self._length is None:
+            return keys, values
+        # not a slice, which would be compiled for lengths below the views' only
+        return keys.narrow(2, 0, self._length), values.narrow(2, 0, self._length)
 
     # What transformers' mask builders ask of a cache. They run only for a block with images, at the start of a slot.
 
