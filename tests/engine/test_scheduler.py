@@ -16,7 +16,17 @@ from hypothesis import strategies as st
 
 from eyas.core import Request, SamplingParams
 from eyas.engine import scheduler as module
-from eyas.engine.scheduler import BATCHES, Copy, Layout, Plan, Prefix, Scheduler, length_bucket, slot_bucket
+from eyas.engine.scheduler import (
+    BATCHES,
+    Copy,
+    Layout,
+    Plan,
+    Prefix,
+    Scheduler,
+    length_bucket,
+    slot_bucket,
+    slot_length,
+)
 from eyas.engine.sequence import Sequence
 
 GARBAGE = "garbage"
@@ -122,7 +132,7 @@ class Model:
         plan = self.scheduler.schedule()
         if self.scheduler.preemptions > preemptions:
             self.seen["preemptions"] += 1
-            need = length_bucket(max(longest) + self.sizes.spare)
+            need = slot_length(max(longest) + self.sizes.spare)
             assert self.sizes.rows // need < len(longest), "put back without need"
         self.carry_out(plan)
         self.check(plan, before)
@@ -240,7 +250,7 @@ class Model:
         read = sum(c.count for c in plan.chunks)
         assert read <= self.sizes.chunk or images, "more is read than a step may"
         if waiting and len(running) < self.sizes.running and read < self.sizes.chunk:
-            need = length_bucket(max(len(s.ids) for s in (waiting[0], *running)) + self.sizes.spare)
+            need = slot_length(max(len(s.ids) for s in (waiting[0], *running)) + self.sizes.spare)
             assert self.sizes.rows // need <= len(running), "there was room"
 
     def check_rows(self, slot: int, ids: Many[int], image: str, length: int, covered: int) -> None:
@@ -255,7 +265,7 @@ def followed(sequence: Sequence) -> int:
 
 
 SIZES = {
-    "room for one": Sizes(rows=128),
+    "room for one": Sizes(rows=129),
     "room for one and a bit": Sizes(rows=200, chunk=7),
     "short of memory": Sizes(rows=300, running=5, images=0.3),
     "plenty": Sizes(rows=2000, running=6, images=0.0),
@@ -300,7 +310,7 @@ def test_every_slot_holds_what_it_should(name):
 @given(
     st.builds(
         Sizes,
-        rows=st.integers(128, 900),
+        rows=st.integers(129, 900),
         spare=st.integers(2, 28),
         running=st.integers(1, 9),
         chunk=st.integers(1, 64),
@@ -343,14 +353,14 @@ def test_a_long_prompt_is_read_in_pieces_and_shares_the_step():
 
 def test_the_latest_is_put_back_when_others_grow():
     """Three fit as long as all are short."""
-    scheduler = Scheduler(3 * 64, 8, 3, 100)
+    scheduler = Scheduler(3 * 65, 8, 3, 100)
     sequences = [arrived(scheduler, number, [number] * 20, answer=60) for number in range(3)]
     read(scheduler.schedule())
     sequences[1].ids += [5] * 40
     sequences[1].output_ids += [5] * 40
     sequences[1].length += 40
     plan = scheduler.schedule()
-    assert plan.moves == (Layout(1, 128),) or scheduler.running.keys() == {0}
+    assert plan.moves == (Layout(1, 129, (1, 20)),) or scheduler.running.keys() == {0}
     assert scheduler.preemptions == 2 and list(scheduler.waiting) == sequences[1:]
     assert plan.decode == (sequences[0],) and not plan.chunks
     sequences[0].finish_reason = "length"
@@ -387,9 +397,9 @@ def moves_of_two() -> tuple[Layout | Copy, ...]:
 
 
 def with_left(left: dict[int, Prefix]) -> Scheduler:
-    """A scheduler of three slots of 64 rows, in which others have left their rows."""
-    scheduler = Scheduler(3 * 64, 8, 3, 100)
-    scheduler.slots, scheduler.length, scheduler.left, scheduler._clock = 3, 64, left, 3
+    """A scheduler of three slots of 65 rows, in which others have left their rows."""
+    scheduler = Scheduler(3 * 65, 8, 3, 100)
+    scheduler.slots, scheduler.length, scheduler.left, scheduler._clock = 3, 65, left, 3
     return scheduler
 
 
@@ -415,7 +425,7 @@ def test_half_an_image_is_of_no_use(image, common, shared):
 
 
 def test_a_request_that_waits_can_be_taken_out():
-    scheduler = Scheduler(64, 8, 1, 100)
+    scheduler = Scheduler(65, 8, 1, 100)
     first, second = arrived(scheduler, 0, [1] * 9), arrived(scheduler, 1, [1] * 9)
     scheduler.schedule()
     assert scheduler.find("1") is second and scheduler.find("2") is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 import zoo
 from torch._dynamo.utils import counters
 

@@ -135,6 +135,7 @@ class Engine:
         """Drops the beginnings that finished requests have left for others: the weights may have changed."""
         self.scheduler.left.clear()
 
+    @torch.inference_mode()
     def reset(self) -> None:
         """Drops all requests, and all that memory holds: for whoever caught what ``step`` raised."""
         self.scheduler.forget()

@@ -82,6 +82,14 @@ class AsyncLLM:
     # The engine's thread
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        finally:  # nobody waits for a thread that is gone
+            self._closed = True
+            self._obey(wait=False)
+            self._fail_all(EyasError("The engine was closed before the answer was complete."))
+
+    def _serve(self) -> None:
         engine = self.llm.engine
         while not self._closed:
             self._obey(wait=engine.idle)
@@ -95,8 +103,6 @@ class AsyncLLM:
                     listener(output)
                     if output.finish_reason is not None:
                         del self._listeners[output.request_id]
-        self._obey(wait=False)
-        self._fail_all(EyasError("The engine was closed before the answer was complete."))
 
     def _obey(self, wait: bool) -> None:
         try:
