@@ -293,9 +293,9 @@ def test_a_copied_prefix(shape: DraftShape) -> None:
 def test_places_beyond_what_was_reserved(shape: DraftShape) -> None:
     model, s = model_of(max_position_embeddings=4), Running(40, seed=4)
     drafter = started(model, slots=1, target=Target(context_length=16))
-    assert len(model.rotations(torch.arange(16))) == 16
+    assert len(model.rotations(torch.arange(32))) == 32, "twice the context"
     with pytest.raises(IndexError):
-        model.rotations(torch.tensor([16]))
+        model.rotations(torch.tensor([32]))
     feed(drafter, [s])
     expected = started(model_of(), slots=1)
     feed(expected, [s])

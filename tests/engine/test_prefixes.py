@@ -205,8 +205,7 @@ def engine_like(engine: Engine, asked: Request) -> Engine:
 def test_the_one_unused_for_longest_is_given_up():
     """Memory for three short sequences: the fourth takes the place of what was not of use lately."""
     prompts = [zoo.case(NAME).prompt(20, seed) for seed in range(4)]
-    engine = engine_for(NAME, max_running_requests=3)
-    engine = engine_for(NAME, context_length=100, kv_rows=192, max_running_requests=1)
+    engine = engine_for(NAME, context_length=100, kv_rows=3 * 65, max_running_requests=1)
 
     def ask(number: int) -> int:
         return cached(decode(engine, request("r", prompts[number])))
