@@ -434,9 +434,9 @@ STORMS: dict[str, tuple[str, DraftShape, float, int, float, int]] = {
     "long chains": ("scripted", LONG, 3, 5, 0.002, 8),
     "many": ("scripted", TREE, 5, 18, 0.001, 26),
     "faults everywhere": ("scripted", TREE, 3, 5, 0.05, 8),
-    "random drafts": ("random", TREE, 2, 5, 0.002, 8),
+    "random drafts": ("random", TREE, 1.6, 5, 0.002, 8),
     "random bush": ("random", BUSH, 4, 9, 0.0, 14),
-    "no drafter": ("none", TREE, 2, 6, 0.01, 9),
+    "no drafter": ("none", TREE, 1.6, 6, 0.01, 9),
 }
 STEPS = 1000
 
