@@ -64,7 +64,7 @@ class Growth:
 
     def step(self, sequences: int, shape: DraftShape | None, prompt: int) -> Timed:
         """Milliseconds of a decoding step with so many sequences behind prompts of this length."""
-        engine = self.engine(sequences, shape, min(prompt + 1 << 10, 8192) if prompt < 7000 else 8192)
+        engine = self.engine(sequences, shape, min(prompt + 1024, 8192))
         sampling = SamplingParams(max_tokens=100_000, ignore_eos=True)
 
         def start() -> None:

@@ -107,8 +107,6 @@ class Eagle3Drafter:
         tips = DraftStates(self._no_tips(sequences), self._no_tips(sequences))
         counts = torch.ones(sequences, dtype=torch.long, device=self.model.device)
         width = config.num_aux * config.target_hidden_size
-        states = counts.new_zeros(sequences, tokens, width, dtype=self.model.dtype)
-        width = config.num_aux * config.target_hidden_size
         states, embeds = (
             counts.new_zeros(sequences, tokens, n, dtype=self.model.dtype) for n in (width, config.hidden_size)
         )

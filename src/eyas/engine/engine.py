@@ -58,9 +58,10 @@ class Engine:
         self.context_length = context_length
         self.tokenizer, self.eos_ids = tokenizer, tuple(eos_ids)
         self.policy: Policy = policy or (Fixed(self.shape) if drafter else Off())
-        deepest = max(s.num_steps for s in (self.shape, *self.policy.shapes))
-        catch_up = max(CATCH_UP, deepest + 2)  # a whole draft accepted, and a plain step behind it
-        spare = max(spare_rows(s) for s in (self.shape, *self.policy.shapes))
+        shapes = (self.shape, *self.policy.shapes)
+        # a whole draft accepted, and a plain step behind it
+        catch_up = max(CATCH_UP, *(s.num_steps + 2 for s in shapes))
+        spare = max(map(spare_rows, shapes))
         needed = slot_length(context_length + spare)
         if max_running_requests < 1:
             raise UsageError(f"max_running_requests must be at least 1, got {max_running_requests}.")
@@ -198,13 +199,15 @@ class Engine:
     def _draft_and_verify(self, batch: Batch, decision: Decision) -> Step:
         """One target pass, with or without a draft. No sequence knows of it yet: what raises here can be redone."""
         times = [time.perf_counter()]
-        draft = self.runner.roots(batch)
+        draft = None
         if decision.shape:
             try:
                 draft = self.runner.propose(batch, decision.shape)
             except Exception as error:
                 self.runner.give_up([s for _, s in batch.members if s.follows], error)
                 decision = Decision(None, "plain: the drafter failed")
+        if draft is None:
+            draft = self.runner.roots(batch)
         times.append(time.perf_counter())
         output = self.runner.verify(batch, draft)
         times.append(time.perf_counter())

@@ -30,7 +30,7 @@ class Batch:
     slot: int  # of the first row
     rows: Many[Sequence | None]  # [B]
     starts: Many[int]  # [B] rows of each slot that must not be written
-    length: int  # rows of a slot
+    length: int  # rows of a slot that are looked at
     choosing: Rows
     members: Many[tuple[int, Sequence]]  # those that are there, each with its row
 

@@ -82,7 +82,7 @@ class Scheduler:
         follow: Callable[[], bool] = lambda: False,
         prefix_caching: bool = True,
     ):
-        """``rows`` must hold the longest sequence, and ``spare`` rows behind it for drafts (``length_bucket``).
+        """``rows`` must hold the longest sequence, and ``spare`` rows behind it for drafts (``slot_length``).
 
         ``chunk`` tokens of prompts are read in a step. ``follow`` says whether the drafter shall read a new prompt.
         """
@@ -214,8 +214,7 @@ class Scheduler:
 
     def _lay_out(self, length: int) -> None:
         """Slots of another length: sequences move down to slots that stay, prefixes that have no place are dropped."""
-        slots = self.rows // length
-        slots = min(slots, max(self.max_running, 1) + PREFIX_SLOTS)
+        slots = min(self.rows // length, self.max_running + PREFIX_SLOTS)
         for slot in sorted(slot for slot in self.running if slot >= slots):
             self._move(slot, next(free for free in range(slots) if free not in self.running))
         for slot in [slot for slot in self.left if slot >= slots]:
