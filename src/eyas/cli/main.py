@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from eyas import __version__
-from eyas.cli import check, convert, run
+from eyas.cli import check, convert, data, run
 from eyas.cli.console import error_line
 from eyas.cli.options import Debug
 from eyas.core import EyasError
@@ -29,6 +29,7 @@ app = typer.Typer(
 app.command()(run.run)
 app.command(context_settings={"allow_extra_args": True})(check.check)
 app.command()(convert.convert)
+app.command()(data.data)
 
 
 def show_version(wanted: bool) -> None:

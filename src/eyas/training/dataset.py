@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 MANIFEST = "manifest.json"
 META = b"eyas"  # the key of a shard's own facts among its schema's metadata
-SHARD_ROWS = 1024
+SHARD_ROWS = 512
 GROUP_ROWS = 128  # of a row group: what is decoded at once where rows are read in random order
 GROUPS_KEPT = 512
 
@@ -297,6 +297,12 @@ class DatasetWriter:
         """With the counts up to now, what is in the journal included."""
         return count(self._manifest, [*self._shards, _summary(self._journal_path(), self._pieces)])
 
+    @property
+    def conversations(self) -> int:
+        """Pieces of work that came to something."""
+        lost = sum(sum(shard.dropped.values()) for shard in self._shards)
+        return len(self.done) - lost - sum(piece.dropped is not None for piece in self._pieces)
+
     def rows(self) -> Iterator[Row]:
         """All rows there are, those in the journal included."""
         for shard in self._shards:
@@ -308,8 +314,8 @@ class DatasetWriter:
     def append(self, rows: Iterable[Row], item: str | None = None, dropped: str | None = None) -> None:
         """Adds the rows of one piece of work, all of them or none, whatever happens.
 
-        ``item`` names the piece, and a second one of a name is refused. ``dropped`` says why there are no rows (or
-        fewer than there might be). Raises DataError for a row that cannot be trained on.
+        ``item`` names the piece, and a second one of a name is refused. ``dropped`` says why there are no rows. Raises
+        DataError for a row that cannot be trained on.
         """
         rows = list(rows)
         item = item if item is not None else f"row:{len(self.done)}"
@@ -329,16 +335,22 @@ class DatasetWriter:
         """Writes the last shard and the manifest. More may be appended later by opening the folder again."""
         if self._pieces:
             self._write_shard()
-        self._journal_path().unlink(missing_ok=True)
         done = replace(count(self._manifest, self._shards), complete=True, diversity=diversity)
         _write(self.folder / MANIFEST, json.dumps(asdict(done), indent=2).encode())
         self.close()
         return Dataset.open(self.folder)
 
     def close(self) -> None:
-        """Stops without finishing: the journal stays for the next time."""
-        self._journal.close()
-        self._lock.release()
+        """Stops without finishing: what there is becomes a shard, and the next time goes on from there."""
+        if self._journal.closed:
+            return
+        try:
+            if self._pieces:
+                self._write_shard()
+            self._journal.close()
+            self._journal_path().unlink()
+        finally:
+            self._lock.release()
 
     def _begin(self, manifest: Manifest) -> Manifest:
         """Puts an unfinished manifest into the folder. UsageError where there is something it does not fit."""
@@ -484,8 +496,15 @@ def _write_table(path: Path, rows: Sequence[Row], shard: Shard) -> None:
     schema = pa.schema([(name, kind) for name, (kind, _) in columns.items()], metadata={META: json.dumps(facts)})
     table = pa.table([pa.array(values, kind) for kind, values in columns.values()], schema=schema)
     temporary = _temporary(path)
-    pq.write_table(table, temporary, row_group_size=GROUP_ROWS, compression="zstd")
-    _place(temporary, path)
+    try:
+        pq.write_table(table, temporary, row_group_size=GROUP_ROWS, compression="zstd")
+        _place(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise DataError(
+            f"{path} cannot be written: {error}. What it was to hold is in a journal beside it; make room and give the "
+            "same command again."
+        ) from error
 
 
 def _write(path: Path, content: bytes) -> None:
