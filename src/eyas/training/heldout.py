@@ -93,8 +93,8 @@ CODE = (
     "Write a Dockerfile for a small Flask application in app.py.",
     "Write a Python function that checks whether brackets in a string are balanced: (), [] and {}.",
     "Rewrite with early returns:\n\n```python\ndef price(user, item):\n    if user is not None:\n"
-    "        if item.stock > 0:\n            if user.member:\n                return item.price * 0.9\n            else:\n"
-    "                return item.price\n    return None\n```",
+    "        if item.stock > 0:\n            if user.member:\n                return item.price * 0.9\n"
+    "            else:\n                return item.price\n    return None\n```",
     "Write a breadth-first search in Python over a graph given as a dictionary of lists.",
     "Write a SQL statement that creates a table for books with title, author, year and a unique ISBN.",
     "Write a C++ class for a point in the plane with a method that gives the distance to another point.",
