@@ -115,3 +115,30 @@ def _ahead(wrote: np.ndarray) -> np.ndarray:
     after = np.arange(1, len(wrote) + 1)
     ends = np.append(np.flatnonzero(~wrote), len(wrote))
     return ends[np.searchsorted(ends, after)] - after
+
+
+class Course:
+    """Which batches each update takes: ``group`` of them (devices x accumulation), epoch by epoch.
+
+    What an epoch has beyond whole groups is left out of it.
+    """
+
+    def __init__(self, rows: np.ndarray, lengths: np.ndarray, *, tokens: int, seed: int, epochs: int, group: int):
+        self._rows, self._lengths, self._tokens, self._seed, self._group = rows, lengths, tokens, seed, group
+        self._updates = [len(self._batches(epoch)) // group for epoch in range(epochs)]
+        self.steps = sum(self._updates)
+        self._cached: tuple[int, list[tuple[int, ...]]] = (-1, [])
+
+    def __getitem__(self, step: int) -> list[tuple[int, ...]]:
+        """Row numbers in the data set of each batch of an update."""
+        epoch = 0
+        while step >= self._updates[epoch]:
+            step -= self._updates[epoch]
+            epoch += 1
+        if self._cached[0] != epoch:
+            self._cached = epoch, self._batches(epoch)
+        group = self._cached[1][step * self._group : (step + 1) * self._group]
+        return [tuple(self._rows[list(batch)].tolist()) for batch in group]
+
+    def _batches(self, epoch: int) -> list[tuple[int, ...]]:
+        return epoch_batches(self._lengths, self._tokens, self._seed, epoch)

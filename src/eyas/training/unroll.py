@@ -50,7 +50,8 @@ def unroll(model: Eagle3Model, features: Features, steps: int) -> list[Guesses]:
     true, seen = Recorder(), batch.seen()
     embeds = model.embed(batch.tokens.roll(-1, 1))  # whatever comes behind a row's last token is not asked for
     rope = model.rotations(batch.places)
-    hidden, normed = model.run(embeds, model.fuse(features.states), rope, seen[:, None], true)
+    first = model.fuse(features.states).to(model.dtype)  # under autocast too, the states themselves stay float32
+    hidden, normed = model.run(embeds, first, rope, seen[:, None], true)
     asked = batch.ahead >= 2
     guesses = [Guesses(normed[asked], label_of.roll(-1, 1)[asked])]
     take = _places(batch.ahead >= 3)  # only these have a second step
