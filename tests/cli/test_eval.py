@@ -100,13 +100,13 @@ def test_tables(eyas, plain, learned, file, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     ran = eyas("eval", plain, learned, "--prompts", file, *QUICK, "--temperature", 0, *SMALL, "--check", 1)
     assert ran.code == 0 and max(map(len, ran.out.splitlines())) <= 100
-    for words in ("birds", "95% interval", "chain", "top-k 2, 4 draft tokens", "simulated", "real", "%"):
+    for words in ("birds", "95% interval", "chain", "top-k 2, 4 tokens", "simulated", "real", "%"):
         assert words in ran.out
     ran = eyas("eval", plain, learned, "--prompts", file, *QUICK, "--temperature", 0, *SMALL, "--markdown")
     lines = ran.out.splitlines()
     assert lines[0] == "### Acceptance, measured" and lines[3] == "| --- | ---: | ---: | ---: | ---: | ---: |"
     assert lines[4].startswith("| birds | 0 | 1.")
-    assert lines[8] == "|  | 1 | 3 |" and lines[11].startswith("| top-k 2, 4 draft tokens | - | 1.")
+    assert lines[8] == "|  | 1 | 3 |" and lines[11].startswith("| top-k 2, 4 tokens | - | 1.")
 
 
 def test_conversations_are_answered_at_their_last_question(eyas, target, drafter, tmp_path):

@@ -251,7 +251,7 @@ Cells = list[list[str]]  # the first row is the header's
 
 
 def measured_cells(measured: Sequence[Measured]) -> Cells:
-    header = ["task", "temperature", "acceptance length", "95% interval", "rates at positions 1, 2, ...", "prompts"]
+    header = ["task", "temperature", "acceptance length", "95% interval", "rates by position", "prompts"]
     rows = [
         [
             row.task,
@@ -272,7 +272,7 @@ def grid_cells(simulated: Sequence[Simulated]) -> Cells:
     rows: dict[str, dict[int, str]] = {}
     for found in simulated:
         shape = found.shape
-        name = "chain" if shape.eagle_topk == 1 else f"top-k {shape.eagle_topk}, {shape.num_draft_tokens} draft tokens"
+        name = "chain" if shape.eagle_topk == 1 else f"top-k {shape.eagle_topk}, {shape.num_draft_tokens} tokens"
         rows.setdefault(name, {})[shape.num_steps] = f"{found.acceptance_length:.2f}"
     cells = [[name, *(row.get(depth, "-") for depth in depths)] for name, row in rows.items()]
     return [["", *map(str, depths)], *cells]
