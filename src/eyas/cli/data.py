@@ -6,12 +6,13 @@ import json
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eyas.cli.console import progress
+from eyas.cli.console import notice, progress
 from eyas.cli.options import Debug, EngineFlags, Json, LoadingFlags, refuse, spread
 from eyas.core import UsageError
 
@@ -88,7 +89,10 @@ def data(
         float, typer.Option(help="Only the likeliest tokens that make up p.", rich_help_panel=ANSWERS)
     ] = 1.0,
     max_answer_tokens: Annotated[int, typer.Option(help="Longest answer.", rich_help_panel=ANSWERS)] = 512,
-    max_length: Annotated[int, typer.Option(help="Longest conversation, in tokens.", rich_help_panel=ANSWERS)] = 2048,
+    max_length: Annotated[
+        int | None,
+        typer.Option(help="Longest conversation, in tokens.", show_default="2048", rich_help_panel=ANSWERS),
+    ] = None,
     chat_template_kwargs: Annotated[
         str | None,
         typer.Option(metavar="JSON", help="""Such as '{"enable_thinking": false}'.""", rich_help_panel=ANSWERS),
@@ -161,7 +165,7 @@ def data(
             top_p=top_p,
             max_answer_tokens=max_answer_tokens,
             max_prompt_tokens=max_prompt_tokens,
-            max_length=max_length,
+            max_length=max_length or Settings.max_length,
         ),
         concurrency=concurrency or (ENDPOINT if endpoint else HERE),
     )
@@ -201,10 +205,8 @@ def in_process(target: str, wanted: Commission, engine: EngineFlags, loading: Lo
 
     llm = loading.load(target, None, None, engine, debug=debug)
     if wanted.settings.max_length > llm.context_length:
-        raise UsageError(
-            f"--max-length {wanted.settings.max_length} is more than the context of {llm.context_length} tokens: lower "
-            "it, or raise --context-length."
-        )
+        notice(f"Conversations get no longer than the context of {llm.context_length} tokens.")
+        wanted = replace(wanted, settings=replace(wanted.settings, max_length=llm.context_length))
     with progress("the target answers") as report:
         return make_data(
             Described.of(llm), wanted, lambda chat: EngineAnswerer(llm), Reporter(report, wanted.conversations)

@@ -109,7 +109,7 @@ class EndpointAnswerer:
         refusal: Refused | None = None
         for mode in ("ids", "text", "chat"):
             try:
-                await self._ask(probe, SamplingParams(max_tokens=4, seed=0), mode)
+                await self._ask(probe, SamplingParams(max_tokens=4), mode)
             except Refused as error:
                 refusal = refusal or error
                 continue
@@ -133,8 +133,7 @@ class EndpointAnswerer:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "max_tokens": sampling.max_tokens,
-            "seed": sampling.seed % 2**31,
-        }
+        }  # no seed: vLLM then samples requests one by one, and its CPU engine dies where a prompt is read in pieces
         if mode == "chat":
             if prompt.messages is None:
                 raise DataError(

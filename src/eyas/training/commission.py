@@ -98,6 +98,10 @@ class Commission:
             raise UsageError(f"--conversations must be at least 1, got {self.conversations}.")
         if self.concurrency < 1:
             raise UsageError(f"--concurrency must be at least 1, got {self.concurrency}.")
+        _ = self.steering  # says what is wrong with it
+        if self.prompts is not None:
+            for _ in read_conversations(self.prompts):  # a bad line is found before hours of answering, not after
+                pass
 
     @property
     def steering(self) -> Steering:
@@ -127,10 +131,6 @@ def make_data(
     Raises DataError or UsageError; what was made before stays.
     """
     chat = Chat(target.tokenizer, target.end_ids, wanted.template)
-    steering = wanted.steering
-    if wanted.prompts is not None:
-        for _ in read_conversations(wanted.prompts):  # a bad line is found before hours of answering, not after
-            pass
     manifest = Manifest.of(
         target.name,
         target.tokenizer,
@@ -140,7 +140,7 @@ def make_data(
     )
     writer = DatasetWriter(wanted.out, manifest)
     try:
-        asyncio.run(_make(writer, chat, wanted, steering, answerer, report))
+        asyncio.run(_make(writer, chat, wanted, answerer, report))
         return writer.finish(**diversity(writer.rows()))
     finally:
         writer.close()
@@ -150,7 +150,6 @@ async def _make(
     writer: DatasetWriter,
     chat: Chat,
     wanted: Commission,
-    steering: Steering,
     answerer: Callable[[Chat], Answerer],
     report: Progress,
 ) -> None:
@@ -158,7 +157,7 @@ async def _make(
     maker = Maker(chat, who, wanted.settings, remember(writer))
     await make(
         writer,
-        _jobs(maker, wanted, steering),
+        _jobs(maker, wanted),
         who,
         wanted=wanted.conversations,
         concurrency=wanted.concurrency,
@@ -166,9 +165,9 @@ async def _make(
     )
 
 
-def _jobs(maker: Maker, wanted: Commission, steering: Steering) -> Iterator[Job]:
+def _jobs(maker: Maker, wanted: Commission) -> Iterator[Job]:
     if wanted.prompts is None:
-        return selfmade_jobs(maker, steering)
+        return selfmade_jobs(maker, wanted.steering)
     return conversation_jobs(maker, read_conversations(wanted.prompts), wanted.seed, wanted.keep_answers)
 
 

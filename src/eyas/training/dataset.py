@@ -213,7 +213,7 @@ def _parquet(path: Path) -> pq.ParquetFile:
     except ImportError as error:
         raise DataError("Training data needs pyarrow: install the extra eyas[train].") from error
     try:
-        return pq.ParquetFile(path)
+        return pq.ParquetFile(path, page_checksum_verification=True)
     except Exception as error:
         raise DataError(f"{path} cannot be read: it is damaged or no Parquet file ({_one_line(error)}).") from error
 
@@ -497,7 +497,7 @@ def _write_table(path: Path, rows: Sequence[Row], shard: Shard) -> None:
     table = pa.table([pa.array(values, kind) for kind, values in columns.values()], schema=schema)
     temporary = _temporary(path)
     try:
-        pq.write_table(table, temporary, row_group_size=GROUP_ROWS, compression="zstd")
+        pq.write_table(table, temporary, row_group_size=GROUP_ROWS, compression="zstd", write_page_checksum=True)
         _place(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
