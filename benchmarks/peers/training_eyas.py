@@ -6,7 +6,6 @@ training_eyas.py TASK
 from __future__ import annotations
 
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,12 @@ from eyas.training.config import TrainConfig
 from eyas.training.trainer import Progress, Training, prepare
 
 
-def load(task: Task) -> tuple[Update, dict[str, Any]]:
+def load(task: Task, out: Path) -> tuple[Update, dict[str, Any]]:
     torch.set_num_threads(task.threads)
-    out = tempfile.mkdtemp(prefix="eyas-training-")
     config = TrainConfig(
         target=task.target,
         data=task.data,
-        out=out,
+        out=str(out),
         unroll=task.unroll,
         batch_tokens=task.batch_tokens,
         draft_vocab_size=len(task.draft_ids),
@@ -40,7 +38,7 @@ def load(task: Task) -> tuple[Update, dict[str, Any]]:
         if isinstance(news, Progress):
             losses.append(news.loss)
 
-    training = Training(prepared, Path(out), hear)
+    training = Training(prepared, out, hear)
 
     def update(number: int) -> float:
         if len(prepared.course[training.state.step][0]) != len(task.batches[number]):
@@ -53,4 +51,4 @@ def load(task: Task) -> tuple[Update, dict[str, Any]]:
 
 if __name__ == "__main__":
     task = Task.read(sys.argv[1])
-    serve(lambda: load(task))
+    serve(lambda: load(task, Path(sys.argv[1]).parent / "out"))
