@@ -23,6 +23,7 @@ from eyas.training.answering import Answer, EndpointAnswerer, Prompt, Refused
 from eyas.training.commission import Commission, Described, make_data
 from eyas.training.conversation import Chat
 from eyas.training.dataset import DataError, Dataset, Row
+from eyas.training.heldout import HELDOUT
 from eyas.training.making import Settings
 
 TOKENIZER = talkers.tokenizer()
@@ -125,6 +126,20 @@ def test_the_same_prompt_again_is_dropped(tmp_path: Path) -> None:
     made = make_data(TARGET, commission(tmp_path, kinds=("free",), systems=()), lambda chat: Scripted(say))
     prompts = [row.provenance["prompt"] for row in made]
     assert len(prompts) == len(set(prompts)) == 20
+    assert made.manifest.dropped["near-duplicate prompt"] > 10
+
+
+def test_what_acceptance_is_measured_on_is_never_trained_on(tmp_path: Path) -> None:
+    prompts = [prompt for prompts in HELDOUT.values() for prompt in prompts]
+    count = iter(range(1000))
+
+    def say(text: str) -> str:
+        number = next(count)
+        return prompts[number % len(prompts)] if number % 2 else f"Tell me {talkers.utterance(str(number))}"
+
+    wanted = commission(tmp_path, kinds=("free",), systems=(), settings={"max_prompt_tokens": 400})
+    made = make_data(TARGET, wanted, lambda chat: Scripted(lambda text: say(text) if asks(text) else "Well."))
+    assert not {row.provenance["prompt"] for row in made} & set(prompts)
     assert made.manifest.dropped["near-duplicate prompt"] > 10
 
 

@@ -17,6 +17,7 @@ from eyas.training.answering import Answer, Answerer, Prompt, Refused
 from eyas.training.conversation import Chat, Turn, stitch
 from eyas.training.dataset import DataError, DatasetWriter, Row
 from eyas.training.filters import Seen, end_at_sentence, loop_start, prompt_problem
+from eyas.training.heldout import HELDOUT
 from eyas.training.selfmade import Seed, Steering, is_whole
 from eyas.training.sources import Conversation
 
@@ -310,8 +311,10 @@ async def make(
 
 
 def remember(writer: DatasetWriter) -> Seen:
-    """The prompts of earlier sittings."""
+    """The prompts of earlier sittings, and those that acceptance is measured on: they are never trained on."""
     seen = Seen()
+    for prompt in (prompt for prompts in HELDOUT.values() for prompt in prompts):
+        seen.add(prompt)
     for row in writer.rows():
         if row.source == "selfmade":
             seen.add(row.provenance.get("prompt", ""))

@@ -44,20 +44,21 @@ ghosts|pirates|knights|dragons|time travel|aliens|utopias|the future of work|the
 
 PROGRAMS = _parts(
     """
-reverses a linked list|checks whether a string is a palindrome|counts the words in a file|merges two sorted lists
-finds the longest common prefix|computes a moving average|removes duplicates from a list|validates an e-mail address
-parses a date|converts Roman numerals|sorts people by age|groups words by their first letter|flattens a nested list
-finds the shortest path in a graph|implements a stack|implements a queue with two stacks|implements an LRU cache
-searches a sorted array|transposes a matrix|multiplies two matrices|rotates an array|computes factorials
-lists the prime numbers below n|finds the greatest common divisor|converts between bases|encrypts text with a shift
-compresses a string by run lengths|checks balanced brackets|evaluates an arithmetic expression|reads a CSV file
-writes JSON to a file|downloads a web page|retries a failing call|measures how long something takes|logs errors
-prints a triangle of stars|plays tic-tac-toe|simulates dice|shuffles a deck of cards|solves a sudoku|draws a maze
-converts temperatures|calculates compound interest|formats a phone number|generates a password|counts vowels
-finds the most common word|splits a list into chunks|checks whether two words are anagrams|swaps two variables
-finds the median|computes the standard deviation|normalises a vector|builds a binary search tree|walks a directory
-finds missing numbers|renames files|sends an e-mail|paginates results|caches results|limits the rate of calls
-parses command-line arguments|manages a to-do list|tracks an inventory|models a bank account|schedules tasks
+reverses a linked list|checks whether a string is a palindrome|counts the words in a file
+zips two lists into a dictionary|finds the longest common prefix|computes a moving average
+finds what two lists have in common|validates an e-mail address|parses a date|spells out a number in words
+sorts people by age|counts words by their length|pads a list to a given length|finds the shortest path in a graph
+implements a ring buffer|implements a queue with two stacks|implements an LRU cache|searches a sorted array
+transposes a matrix|multiplies two matrices|rotates an array|computes factorials|lists the divisors of a number
+finds the least common multiple|converts between bases|encrypts text with a shift|compresses a string by run lengths
+checks a credit card number|evaluates an arithmetic expression|reads a configuration file|writes JSON to a file
+downloads a web page|retries a failing call|measures how long something takes|logs errors|prints a triangle of stars
+plays tic-tac-toe|simulates dice|shuffles a deck of cards|solves a sudoku|draws a maze|converts temperatures
+calculates compound interest|formats a phone number|generates a password|counts vowels|finds the most common word
+splits a list into chunks|checks whether a year is a leap year|swaps two variables|finds the median
+computes the standard deviation|normalises a vector|builds a binary search tree|walks a directory
+finds missing numbers|finds large files|sends an e-mail|paginates results|caches results|limits the rate of calls
+prints a progress bar|manages a to-do list|tracks an inventory|models a parking garage|schedules tasks
 """
 )
 
