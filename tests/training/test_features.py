@@ -89,7 +89,7 @@ def test_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = pack(rows(), range(4))
     frozen = FrozenTarget(target, IDS, torch.arange(0, 160, 2), dtype=torch.bfloat16)
     whole = frozen(batch).labels
-    monkeypatch.setattr("eyas.training.features.CHUNK", 1000)
+    monkeypatch.setattr("eyas.training.features.CHUNK", {"cpu": 1000})
     pieces = frozen(batch).labels
     assert whole.probs.dtype == torch.bfloat16 and whole.mass.dtype == torch.float32
     assert torch.equal(whole.probs, pieces.probs) and torch.equal(whole.best, pieces.best)

@@ -50,7 +50,7 @@ def naive(kind: str, head: torch.Tensor, labels: Labels, steps: list[Guesses], d
 @pytest.mark.parametrize("chunk", [1, 7 * DRAFT, 1 << 24])
 @pytest.mark.parametrize("kind", LOSSES)
 def test_value_and_gradient(kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss, "CHUNK", chunk)
+    monkeypatch.setattr(loss, "CHUNK", {"cpu": chunk})
     head, labels, steps = made()
     inputs = [head, *(step.normed for step in steps)]
     for tensor in inputs:

@@ -74,11 +74,11 @@ def same(one: Path, other: Path) -> bool:
 
 
 def test_eight_sequences_are_learned_by_heart(config: Config, target: Path, tmp_path: Path) -> None:
-    """And the engine accepts nearly every token of what was learned, at every position."""
+    """And the engine accepts nearly every token of it, at every position. The likeliest token counts: some are close."""
     eight = sets.write(tmp_path / "eight", sets.rows(8, length=24))
-    recipe = {"batch_tokens": 256, "unroll": 5, "learning_rate": 5e-3, "step_decay": 1.0, "label_temperature": 0.3}
-    done = train(config(data=eight.folder, epochs=350, **recipe))
-    assert done.finished and done.step == 350
+    recipe = {"batch_tokens": 256, "unroll": 6, "learning_rate": 5e-3, "step_decay": 1.0, "label_temperature": 0.1}
+    done = train(config(data=eight.folder, epochs=200, **recipe))
+    assert done.finished and done.step == 200
     loaded = HFTarget(load_target(str(target)).model)
     prompts = [row.ids[:6].tolist() for row in eight]
     stats = measure_acceptance(loaded, drafter_of(tmp_path / "out", loaded), prompts, steps=5, max_tokens=24)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from eyas import __version__
-from eyas.cli import check, convert, data, eval, run
+from eyas.cli import check, convert, data, eval, run, train
 from eyas.cli.console import error_line
 from eyas.cli.options import Debug
 from eyas.core import EyasError
@@ -30,6 +30,7 @@ app.command()(run.run)
 app.command(context_settings={"allow_extra_args": True})(check.check)
 app.command()(convert.convert)
 app.command()(data.data)
+app.command()(train.train)
 app.command("eval")(eval.evaluate)
 
 

@@ -123,8 +123,8 @@ class TrainConfig:
     trust_remote_code: Annotated[bool, Flag("Run Python code that comes with the target.", MACHINE)] = False
 
     def __post_init__(self) -> None:
-        at_least_one = ("layers", "unroll", "epochs", "max_steps", "batch_tokens", "accumulation", "max_length")
-        at_least_one += ("eval_tokens", "eval_steps", "save_every")
+        at_least_one = ["layers", "unroll", "epochs", "max_steps", "batch_tokens", "accumulation", "max_length"]
+        at_least_one += ["eval_tokens", "eval_steps", "save_every"]
         positive = ("learning_rate", "label_temperature", "step_decay", "clip", "stop_after")
         checks = [(getattr(self, n) is None or getattr(self, n) >= 1, f"{n} must be at least 1") for n in at_least_one]
         checks += [(_between(getattr(self, n), 1e-12, math.inf), f"{n} must be above 0") for n in positive]

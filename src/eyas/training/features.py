@@ -14,7 +14,7 @@ from eyas.target.adapter import HFTarget, find_head
 from eyas.target.contract import Block
 from eyas.training.batches import Batch
 
-CHUNK = 1 << 23  # probabilities over the whole vocabulary that are held in float32 at once
+CHUNK = {"cpu": 1 << 22, "cuda": 1 << 28}  # probabilities over the whole vocabulary at once
 
 
 @dataclass(frozen=True)
@@ -82,16 +82,17 @@ class FrozenTarget:
         return out.states, logits if len(logits) == len(places) else logits[places]
 
     def _labels(self, logits: torch.Tensor) -> Labels:
-        parts = [self._chunk(part) for part in logits.split(max(1, CHUNK // logits.shape[1]))]
+        most = CHUNK["cpu" if logits.device.type == "cpu" else "cuda"]
+        parts = [self._chunk(part) for part in logits.split(max(1, most // logits.shape[1]))]
         return Labels(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
     def _chunk(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         logits = logits if self.temperature == 1 else logits.float() / self.temperature
-        every = logits.softmax(-1, dtype=torch.float32)
+        every = logits.to(self.dtype).softmax(-1)  # in one pass, and several times faster than to float32
         probs = every.index_select(-1, self._ids)
         value, column = largest(probs)
         best = torch.where(value == every.amax(-1), column, -1)
-        return probs.to(self.dtype), probs.sum(-1), best
+        return probs, probs.sum(-1, dtype=torch.float32), best
 
 
 @contextmanager

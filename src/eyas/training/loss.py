@@ -17,7 +17,7 @@ from eyas.training.features import Labels
 from eyas.training.unroll import Guesses
 
 LossName = Literal["cross-entropy", "acceptance"]
-CHUNK = 1 << 24  # scores at once
+CHUNK = {"cpu": 1 << 22, "cuda": 1 << 26}  # scores at once: what a CPU's cache holds, what fills a GPU
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,11 @@ class StepSums:
 def cross_entropy(scores: torch.Tensor, probs: torch.Tensor, mass: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """-sum p log q over the draft vocabulary, p not renormalised: a place counts as much as the drafter can have of it.
 
-    scores, probs: [R, D]; mass: [R]. Returns the loss float32 [R] and its gradient [R, D] with respect to the scores,
-    mass * q - p.
+    scores, probs: [R, D], the largest score of a row being 0; mass: [R]. Returns the loss float32 [R] and its gradient
+    [R, D] with respect to the scores, mass * q - p.
     """
     q = scores.softmax(-1)
-    normaliser = scores.amax(-1).float() - q.amax(-1).float().log()
-    loss = mass * normaliser - (probs * scores).sum(-1, dtype=torch.float32)
+    loss = -mass * q.amax(-1).float().log() - (probs * scores).sum(-1).float()  # log q = score - log sum exp scores
     return loss, q.mul_(mass.to(q.dtype)[:, None]).sub_(probs)
 
 
@@ -103,12 +102,15 @@ class HeadLoss(torch.autograd.Function):
         by_input = torch.empty_like(normed) if wanted[0] else None
         by_head = torch.zeros_like(head, dtype=torch.float32) if wanted[1] else None
         losses, hits = [], []
-        for part in torch.arange(len(rows), device=rows.device).split(max(1, CHUNK // len(head))):
-            here = slice(int(part[0]), int(part[-1]) + 1)
+        most = CHUNK["cpu" if head.device.type == "cpu" else "cuda"]
+        count = max(1, most // len(head))
+        for start in range(0, len(rows), count):
+            here = slice(start, start + count)
             row = rows[here]
             scores, best = F.linear(inputs[here], weight), labels.best[row]
+            scores.sub_(scores.amax(-1, keepdim=True))
             own = scores.gather(1, best.clamp(min=0)[:, None])[:, 0]
-            hits.append((own == scores.amax(-1)) & (best >= 0))
+            hits.append((own == 0) & (best >= 0))
             loss, gradient = LOSSES[kind](scores, labels.probs[row], labels.mass[row])
             losses.append(loss)
             gradient.mul_(scale[here].to(dtype)[:, None])

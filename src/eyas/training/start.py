@@ -48,12 +48,19 @@ def new(
         raise UsageError(f"aux_layers are entry ids from 0 to {target.num_layers}, got {list(aux_layer_ids)}.")
     if aux_layer_ids and len(aux_layer_ids) < 2:
         raise UsageError("aux_layers must be two or more: of a single state there is nothing to fuse.")
-    sizes = (target.hidden_size, target.num_layers, target.vocab_size)
-    wanted = {"draft_vocab_size": len(ids), "num_hidden_layers": layers, "seed": seed, **given}
+    wanted: dict[str, Any] = {
+        "target_hidden_size": target.hidden_size,
+        "num_target_layers": target.num_layers,
+        "vocab_size": target.vocab_size,
+        "draft_vocab_size": len(ids),
+        "num_hidden_layers": layers,
+        "seed": seed,
+        **given,
+    }
     try:
-        model = untrained(*sizes, **wanted, **shape_of(target.config))
+        model = untrained(**wanted, **shape_of(target.config))
     except CheckpointError:  # heads that do not divide as Llama's do: the usual shape for this width
-        model = untrained(*sizes, **wanted)
+        model = untrained(**wanted)
     model.draft_to_target.copy_(torch.from_numpy(ids))
     take_over(model, target)
     model.to(target.device)
@@ -104,7 +111,7 @@ def take_over(model: Eagle3Model, target: HFTarget) -> None:
 
 
 def _copy_layer(layer: DraftLayer, theirs: nn.Module, target: HFTarget) -> None:
-    parts = dict(theirs.named_children())
+    parts: dict[str, Any] = dict(theirs.named_children())
     if set(parts) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
         return
     attention, mlp = parts["self_attn"], parts["mlp"]

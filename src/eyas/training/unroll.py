@@ -63,9 +63,9 @@ def unroll(model: Eagle3Model, features: Features, steps: int) -> list[Guesses]:
             break
         token = (take + 1 + step).clamp(max=batch.tokens.shape[1] - 1)
         embeds, rope = model.embed(batch.tokens.gather(1, token)), model.rotations(places + step)
-        for layer, first, own in zip(model.layers, true.rows, drafted, strict=True):
+        for layer, known, own in zip(model.layers, true.rows, drafted, strict=True):
             assert isinstance(layer, DraftLayer)
-            hidden = _layer(layer, embeds, hidden, rope, first, seen, own)
+            hidden = _layer(layer, embeds, hidden, rope, known, seen, own)
         normed = model.norm(hidden)
         hidden = normed if model.config.norm_output else hidden
         guesses.append(Guesses(normed[asked], label_of.gather(1, token)[asked]))

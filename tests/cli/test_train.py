@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training import sets
+
+from eyas.training.config import TrainConfig
+
+QUICK = ("--eval-tokens", 8, "--eval-prompts", 3, "--eval-builtin", 3, "--batch-tokens", 256, "--precision", "float32")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sets.write(tmp_path_factory.mktemp("train") / "data", sets.rows(40)).folder
+
+
+def test_the_whole_way(eyas: Any, target: Path, tmp_path: Path) -> None:
+    """From a target alone to a drafter that is run, through the command line only."""
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "drafter"
+    prompts.write_text("".join(json.dumps({"prompt": f"w{n} w{n + 3} w{2 * n}"}) + "\n" for n in range(3, 35)))
+    made = eyas(
+        "data",
+        target,
+        "--out",
+        tmp_path / "d",
+        "--prompts",
+        prompts,
+        "--max-answer-tokens",
+        16,
+        "--max-length",
+        64,
+        "--context-length",
+        128,
+        "--temperatures",
+        0,
+    )
+    assert made.code == 0, made.err
+    trained = eyas("train", target, "--data", tmp_path / "d", "--out", out, *QUICK, "--epochs", 3)
+    assert trained.code == 0, trained.err
+    assert "acceptance length" in trained.out and "the best so far, kept" in trained.err
+    measured = eyas("eval", target, out, "--limit", 1, "--max-tokens", 8, "--temperature", 0, "--no-simulate", "--json")
+    assert measured.code == 0, measured.err
+    ran = eyas("run", target, "w5 w9", "--drafter", out, "--max-tokens", 12, "--compare")
+    assert ran.code == 0, ran.err
+    assert eyas("check", out).code == 0
+
+
+def test_records(eyas: Any, target: Path, data: Path, tmp_path: Path) -> None:
+    command = ("train", target, "--data", data, "--out", tmp_path / "out", *QUICK, "--epochs", 4, "--json")
+    ran = eyas(*command)
+    assert ran.code == 0, ran.err
+    notes, *others, done = ran.records[1:]
+    assert "covers" in notes["note"]
+    assert [r["step"] for r in others if "loss" in r] == [*range(10, done["steps"], 10), done["steps"]]
+    (found,) = [r["evaluation"] for r in others if "evaluation" in r]
+    assert done["best"] == found and done["finished"] and done["step"] == found["step"]
+    eyas(*command).failed(2, "--resume goes on")
+
+
+def test_plan(eyas: Any, target: Path, data: Path, tmp_path: Path) -> None:
+    command = ("train", target, "--data", data, "--out", tmp_path / "out", *QUICK, "--epochs", 2, "--plan")
+    (planned,) = [r for r in eyas(*command, "--json").records if "updates" in r]
+    assert planned["conversations"] == 37 and planned["held_out"] == 3
+    assert planned["tokens"] == 37 * 30 and planned["total_tokens"] <= 2 * 37 * 30
+    assert planned["tokens_per_second"] > 0 and planned["peak_bytes"] > 1 << 20
+    assert planned["seconds"] == pytest.approx(planned["total_tokens"] / planned["tokens_per_second"])
+    shown = eyas(*command)
+    assert shown.code == 0 and "37 conversations, 1,110 tokens" in shown.out and "tokens/s, measured" in shown.out
+    assert not (tmp_path / "out").exists()
+
+
+def test_resumed(eyas: Any, target: Path, data: Path, tmp_path: Path) -> None:
+    command = ("train", target, "--data", data, "--out", tmp_path / "out", *QUICK, "--eval-every", 0)
+    first = eyas(*command, "--stop-after", "1e-9")
+    assert first.code == 0 and "unfinished: --resume" in first.out
+    again = eyas(*command, "--resume", "--json")
+    assert again.code == 0 and again.records[-1]["finished"]
+    eyas(*command, "--resume", "--seed", 3).failed(2, "begun with seed 0")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--unroll", 0), ["unroll must be at least 1, got 0"]),
+        (("--learning-rate", "nan"), ["learning_rate must be above 0"]),
+        (("--warmup", 2), ["warmup is a share"]),
+        (("--eval-prompts", 0, "--eval-builtin", 0), ["needs prompts"]),
+        (("--aux-layers", "1,x"), ["numbers with commas"]),
+        (("--aux-layers", "1,9"), ["from 0 to 4"]),
+    ],
+)
+def test_settings_that_cannot_be(
+    flags: tuple[Any, ...], words: list[str], eyas: Any, target: Path, data: Path, tmp_path: Path
+) -> None:
+    eyas("train", target, "--data", data, "--out", tmp_path / "out", *flags).failed(2, *words)
+
+
+def test_every_setting_is_a_flag_and_documented(eyas: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = eyas("train", "--help").out
+    guide = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    for setting in fields(TrainConfig):
+        if setting.name not in ("target", "data", "out"):
+            flag = f"--{setting.name.replace('_', '-')}"
+            assert flag in shown and f"`{flag}`" in guide, flag
