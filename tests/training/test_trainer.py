@@ -74,7 +74,7 @@ def same(one: Path, other: Path) -> bool:
 
 
 def test_eight_sequences_are_learned_by_heart(config: Config, target: Path, tmp_path: Path) -> None:
-    """And the engine accepts nearly every token of it, at every position. The likeliest token counts: some are close."""
+    """And the engine accepts nearly every token of it, at every position (the likeliest counts: some are close)."""
     eight = sets.write(tmp_path / "eight", sets.rows(8, length=24))
     recipe = {"batch_tokens": 256, "unroll": 6, "learning_rate": 5e-3, "step_decay": 1.0, "label_temperature": 0.1}
     done = train(config(data=eight.folder, epochs=200, **recipe))
