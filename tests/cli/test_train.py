@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from training import sets
 
 from eyas.training.config import TrainConfig
@@ -107,3 +112,22 @@ def test_every_setting_is_a_flag_and_documented(eyas: Any, monkeypatch: pytest.M
         if setting.name not in ("target", "data", "out"):
             flag = f"--{setting.name.replace('_', '-')}"
             assert flag in shown and f"`{flag}`" in guide, flag
+
+
+def test_two_processes_are_two_batches_an_update(eyas: Any, target: Path, data: Path, tmp_path: Path) -> None:
+    """The same weights as one process that accumulates, and only one of the two speaks and writes."""
+    command = ["train", target, "--data", data, *QUICK, "--device", "cpu", "--eval-every", 0, "--out"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "eyas"]
+    ran = subprocess.run(
+        [str(part) for part in [*launch, *command, tmp_path / "two"]],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("drafter ") == 1
+    assert eyas(*command, tmp_path / "one", "--accumulation", 2).code == 0
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=1e-5, atol=1e-6)

@@ -87,7 +87,8 @@ def train(
 
     with following(as_json) as report:
         done = run(config, report)
-    show_result(done, as_json)
+    if done.main:
+        show_result(done, as_json)
     if done.interrupted:
         raise typer.Exit(INTERRUPTED)
 

@@ -13,7 +13,7 @@ import torch
 
 from eyas.training import vocabulary
 from eyas.training.config import TrainConfig
-from eyas.training.trainer import Prepared, Report, Training, prepare
+from eyas.training.trainer import Prepared, Report, Training, prepare, silent
 
 MEASURED = 4  # updates, of which the first warms up
 
@@ -39,7 +39,7 @@ class Plan:
     seconds: float  # of training; evaluations and loading come on top
 
 
-def plan(config: TrainConfig, report: Report = lambda news: None) -> Plan:
+def plan(config: TrainConfig, report: Report = silent) -> Plan:
     """Loads everything and makes a few updates that are thrown away. Errors as for ``train``."""
     prepared = prepare(config, report)
     report("measuring a few updates")

@@ -70,6 +70,10 @@ class Evaluated:
 Report = Callable[[Progress | Evaluated | str], None]
 
 
+def silent(news: Progress | Evaluated | str) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class TrainResult:
     out: Path
@@ -79,6 +83,7 @@ class TrainResult:
     seconds: float
     best: Evaluation | None
     interrupted: bool = False  # by a signal; it can be resumed
+    main: bool = True  # of several processes, the one that speaks and writes
 
     @property
     def finished(self) -> bool:
@@ -110,7 +115,7 @@ class Prepared:
         return {"rows": len(self.data), "tokens": int(self.data.lengths.sum()), "trained": len(self.found.rows)}
 
 
-def train(config: TrainConfig, report: Report = lambda news: None) -> TrainResult:
+def train(config: TrainConfig, report: Report = silent) -> TrainResult:
     """Trains a drafter into ``config.out``, a folder that every engine takes as it is.
 
     Raises UsageError, DataError, TargetError or CheckpointError for what cannot be; TrainingError where a loss is no
@@ -137,9 +142,10 @@ def check_out(out: Path, resume: bool) -> None:
         )
 
 
-def prepare(config: TrainConfig, report: Report = lambda news: None) -> Prepared:
+def prepare(config: TrainConfig, report: Report = silent) -> Prepared:
     data = Dataset.open(config.data)
     accelerator = accelerator_for(config)
+    report = report if accelerator.is_main_process else silent
     report(f"loading {config.target}")
     loaded = load_target(
         config.target,
@@ -276,8 +282,9 @@ class DrafterLoss(nn.Module):
 class Training:
     """A training under way. ``out`` gets the best drafter so far, and what it takes to resume."""
 
-    def __init__(self, prepared: Prepared, out: Path, report: Report = lambda news: None):
-        self.p, self.out, self.report = prepared, out, report
+    def __init__(self, prepared: Prepared, out: Path, report: Report = silent):
+        self.p, self.out = prepared, out
+        self.report = report if prepared.accelerator.is_main_process else silent
         config, model = prepared.config, prepared.model
         self.model = model.train()
         lent = prepared.target.get_embed_and_head()
@@ -307,7 +314,7 @@ class Training:
                 if stop:
                     break
         best = Evaluation(**state.best) if state.best else None
-        return TrainResult(self.out, state.step, steps, state.tokens, state.seconds, best, interrupted)
+        return TrainResult(self.out, state.step, steps, state.tokens, state.seconds, best, interrupted, self.main)
 
     def update(self) -> None:
         """One step of the optimiser. Raises TrainingError, before it, where loss or gradient is no number."""
