@@ -103,9 +103,9 @@ class Instant:
     def new_cache(self, rows: int) -> SlotCache:
         return SlotCache({0: LayerShape(1, 2, 2, self.dtype, self.device)}, rows)
 
-    def forward(self, block: Any, cache: SlotCache, *, last_only: bool = False, images: Any = None) -> TargetOutput:
+    def forward(self, block: Any, cache: SlotCache, *, ends: Any = None, images: Any = None) -> TargetOutput:
         batch, count = block.tokens.shape
-        return TargetOutput(self.logits.expand(batch, 1 if last_only else count, -1), None)
+        return TargetOutput(self.logits.expand(batch, count if ends is None else 1, -1), None)
 
 
 def bookkeeping(sequences: int) -> Timed:

@@ -188,7 +188,16 @@ BUGS: dict[str, tuple[Any, str, str, str, str]] = {
     "slots in order": (
         Engine, "_batch", "rows[sequence.slot] = sequence", "rows[plan.decode.index(sequence)] = sequence", "random",
     ),
-    "prompts into the first slot": (Runner, "read", "sequence.slot,", "0,", "random"),
+    "prompts into the first slot": (Runner, "read", "first.slot,", "0,", "random"),
+    "prompts where the first begins": (
+        Runner, "read", "self._tensor(starts)", "self._tensor(starts[:1] * len(starts))", "random",
+    ),
+    "the first's end": (Runner, "read", "piece.count - 1 for", "pieces[0].count - 1 for", "none"),
+    "the first's states": (Runner, "_feed", "output.states[row, count]", "output.states[0, count]", "scripted"),
+    "the longest one's end": (Runner, "_feed", "output.states[row, count]", "output.states[row, -1]", "scripted"),
+    "as many states as the first": (
+        Runner, "_feed", "self._tensor(known)", "self._tensor(known[:1] * len(known))", "scripted",
+    ),
     "logits of the first": (Engine, "_emit", "logits[row, path]", "logits[0, path]", "random"),
     "padding in the way": (
         Runner, "verify", "ancestor_mask(draft)", "ancestor_mask(draft) | (draft.parents < 0)[:, None]", "scripted",

@@ -47,14 +47,14 @@ def alone(asked: Request, name: str = NAME) -> list[int]:
 
 @contextmanager
 def counted(engine: Engine) -> Iterator[list[int]]:
-    """The tokens of each piece of a prompt that the target reads meanwhile."""
+    """The tokens of the pieces of prompts that the target reads in each pass meanwhile."""
     read: list[int] = []
     original = engine.target.forward
 
-    def forward(block: Any, *args: Any, last_only: bool = False, **how: Any) -> Any:
-        if last_only:
-            read.append(block.tokens.numel())
-        return original(block, *args, last_only=last_only, **how)
+    def forward(block: Any, *args: Any, ends: Any = None, **how: Any) -> Any:
+        if ends is not None:
+            read.append(int((ends + 1).sum()))
+        return original(block, *args, ends=ends, **how)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.target, "forward", forward)
@@ -139,6 +139,23 @@ def test_while_the_first_is_still_being_answered():
     assert [cached(answers[str(n)]) for n in range(3)] == [24, 24, 24]
     for asked in (first, *others):
         assert answers[asked.id].tokens == alone(asked)
+
+
+@pytest.mark.parametrize("size", [256, 20])
+def test_those_that_arrive_together(size):
+    """The others wait until the first is read, and go on from there, together; who is like none of them may not."""
+    prompt = zoo.case(NAME).prompt(25)
+    requests = [request(str(n), [*prompt, n, *zoo.case(NAME).prompt(n, n)]) for n in range(6)]
+    requests.append(request("other", zoo.case(NAME).prompt(9, seed=7)))
+    engine = fed(NAME, *requests, max_running_requests=8, chunked_prefill_size=size)
+    with counted(engine) as read:
+        answers = run(engine, *requests)
+    for asked in requests:
+        assert answers[asked.id].tokens == alone(asked)
+    shared = [cached(answers[asked.id]) for asked in requests]
+    assert shared == ([0, *[24] * 5, 0] if size == 256 else [0, 19, 19, 24, 24, 24, 0]), "a few tokens: not worth it"
+    assert sum(read) == sum(len(asked.prompt_ids) for asked in requests) - sum(shared)
+    assert size < 256 or read == [26, 34]
 
 
 def test_what_the_drafter_has_not_read_is_of_no_use_to_it():

@@ -18,6 +18,8 @@ from eyas.core import Request, SamplingParams
 from eyas.engine import scheduler as module
 from eyas.engine.scheduler import (
     BATCHES,
+    SHARED_AT_LEAST,
+    Chunk,
     Copy,
     Layout,
     Plan,
@@ -136,8 +138,8 @@ class Model:
             assert self.sizes.rows // need < len(longest), "put back without need"
         self.carry_out(plan)
         self.check(plan, before)
-        for chunk in plan.chunks:
-            self.read(chunk.sequence, chunk.count)
+        for group in plan.groups:
+            self.read(group)
         if plan.decode:
             self.decode(plan)
         self.scheduler.check()
@@ -152,7 +154,18 @@ class Model:
                 else:
                     slots.copy(move.source, move.dest, move.rows)
 
-    def read(self, sequence: Sequence, count: int) -> None:
+    def read(self, group: Many[Chunk]) -> None:
+        """The shorter ones are padded: behind them is garbage."""
+        width = max(chunk.count for chunk in group)
+        assert [c.sequence.slot for c in group] == [group[0].sequence.slot + i for i in range(len(group))]
+        assert len(group) == 1 or not any(c.sequence.image_key for c in group)
+        self.seen["groups"] += len(group) > 1
+        for chunk in group:
+            self.target.write(chunk.sequence.slot, chunk.start, [GARBAGE] * width)
+            self.drafter.write(chunk.sequence.slot, chunk.start, [GARBAGE] * width)
+            self.read_one(chunk.sequence, chunk.count)
+
+    def read_one(self, sequence: Sequence, count: int) -> None:
         start, ids = sequence.length, sequence.ids
         assert 0 < count <= len(ids) - start
         if sequence.image_key and start == 0:
@@ -227,7 +240,9 @@ class Model:
             assert max(s.number for s in running) < waiting[0].number, "not first come, first served"
         if self.alive:
             oldest = min(self.alive.values(), key=lambda s: s.number)
-            assert oldest in plan.decode or any(c.sequence is oldest for c in plan.chunks), "the oldest is kept waiting"
+            assert oldest in plan.decode or any(c.sequence is oldest for c in pieces(plan)), (
+                "the oldest is kept waiting"
+            )
         assert {s.slot for s in plan.decode} == {s.slot for s in running if s.decoding}
         assert all(s.slot < plan.bucket <= scheduler.slots for s in plan.decode)
         highest = max((s.slot for s in running), default=-1) + 1
@@ -246,18 +261,27 @@ class Model:
             self.check_rows(slot, prefix.ids.tolist(), prefix.image_key, len(prefix.ids), prefix.covered)
 
     def check_admission(self, plan: Plan, running: list[Sequence], waiting: list[Sequence]) -> None:
-        images = [c for c in plan.chunks if c.sequence.image_key]
-        read = sum(c.count for c in plan.chunks)
+        images = [c for c in pieces(plan) if c.sequence.image_key]
+        read = sum(c.count for c in pieces(plan))
         assert read <= self.sizes.chunk or images, "more is read than a step may"
         if waiting and len(running) < self.sizes.running and read < self.sizes.chunk:
             need = slot_length(max(len(s.ids) for s in (waiting[0], *running)) + self.sizes.spare)
-            assert self.sizes.rows // need <= len(running), "there was room"
+            awaited = any(alike(waiting[0], c.sequence) for c in pieces(plan))
+            assert awaited or self.sizes.rows // need <= len(running), "there was room"
 
     def check_rows(self, slot: int, ids: Many[int], image: str, length: int, covered: int) -> None:
         """All of the target's rows are these tokens', and the drafter's as far as it has read."""
         assert self.target.rows[slot][:length] == rows_for(ids, image, 0, length)
         covered = min(covered, len(ids) - 1)  # a last token's row depends on one that is not known any more
         assert self.drafter.rows[slot][:covered] == drafter_rows(ids, image, 0, covered)
+
+
+def pieces(plan: Plan) -> list[Chunk]:
+    return [chunk for group in plan.groups for chunk in group]
+
+
+def alike(one: Sequence, other: Sequence) -> bool:
+    return not one.image_key and not other.image_key and one.ids[:SHARED_AT_LEAST] == other.ids[:SHARED_AT_LEAST]
 
 
 def followed(sequence: Sequence) -> int:
@@ -302,6 +326,7 @@ def test_every_slot_holds_what_it_should(name):
         seen += simulate(SIZES[name], seed, 400).seen
     assert min(seen[what] for what in ("answers", "aborts", "errors", "hits", "Layout")) > 5
     assert seen["Copy"] > 5 or name in ("room for one", "one at a time")
+    assert seen["groups"] > 5 or name not in ("short of memory", "plenty", "long drafts", "never drafted for")
     if name in ("room for one and a bit", "short of memory", "always drafted for"):
         assert seen["preemptions"] > 2
 
@@ -334,7 +359,7 @@ def arrived(scheduler: Scheduler, number: int, ids: Many[int], answer: int = 8) 
 
 
 def read(plan: Plan) -> None:
-    for chunk in plan.chunks:
+    for chunk in pieces(plan):
         chunk.sequence.length += chunk.count
         if chunk.sequence.length == len(chunk.sequence.ids):
             chunk.sequence.append(7)
@@ -346,9 +371,58 @@ def test_a_long_prompt_is_read_in_pieces_and_shares_the_step():
     long, short = arrived(scheduler, 0, [1] * 25), arrived(scheduler, 1, [2] * 3)
     for expected in ([(long, 10)], [(long, 10)], [(long, 5), (short, 3)], []):
         plan = scheduler.schedule()
-        assert [(c.sequence, c.count) for c in plan.chunks] == expected
+        assert [(c.sequence, c.count) for c in pieces(plan)] == expected
         read(plan)
     assert plan.decode == (long, short) and plan.bucket == 2
+
+
+def groups(scheduler: Scheduler) -> list[list[tuple[int, int]]]:
+    """The next step's, as number and count."""
+    plan = scheduler.schedule()
+    found = [[(c.sequence.number, c.count) for c in group] for group in plan.groups]
+    read(plan)
+    return found
+
+
+def test_neighbours_are_read_together_while_padding_is_cheaper_than_a_pass():
+    scheduler = Scheduler(4000, 8, 8, 250)
+    for number, length in enumerate([10, 12, 9, 41, 43, 20, 90, 61]):
+        arrived(scheduler, number, [number] * length)
+    assert groups(scheduler) == [[(0, 10), (1, 12), (2, 9)], [(3, 41), (4, 43), (5, 20)], [(6, 90)], [(7, 25)]]
+    assert groups(scheduler) == [[(7, 36)]]
+    scheduler.finish(scheduler.running[2], 0)
+    scheduler.finish(scheduler.running[4], 0)
+    arrived(scheduler, 8, [8] * 10)
+    arrived(scheduler, 9, [9] * 10)
+    assert groups(scheduler) == [[(8, 10)], [(9, 10)]], "somebody decodes between them"
+
+
+def test_padding_stays_within_the_slot():
+    """The second one is padded by eleven tokens, and rows that are looked at end one before the slot does."""
+    for length, together in ((30, True), (53, True), (54, False)):
+        scheduler = Scheduler(500, 8, 3, 200)
+        for number in range(2):
+            arrived(scheduler, number, [number] * length)
+        scheduler.schedule()
+        scheduler.running[0].length = length - 12
+        scheduler.running[1].length = length - 1
+        assert (scheduler.length, len(scheduler.schedule().groups)) == (65, 1 if together else 2)
+
+
+def test_an_image_is_read_by_itself():
+    scheduler = Scheduler(4000, 8, 8, 250)
+    for number in range(5):
+        arrived(scheduler, number, [number] * 20).image_key = "an image" if number == 2 else ""
+    assert groups(scheduler) == [[(0, 20), (1, 20)], [(2, 20)], [(3, 20), (4, 20)]]
+
+
+def test_a_beginning_that_is_being_read_is_waited_for():
+    scheduler = Scheduler(4000, 8, 8, 100)
+    for number, (shared, own) in enumerate([(40, 5), (40, 7), (15, 9), (0, 3), (60, 4)]):
+        arrived(scheduler, number, [77] * shared + [number] * own)
+    assert groups(scheduler) == [[(0, 45)]], "who came later does not overtake"
+    assert groups(scheduler) == [[(1, 7), (2, 24), (3, 3), (4, 24)]]
+    assert [s.cached for _, s in sorted(scheduler.running.items())] == [0, 40, 0, 0, 40]
 
 
 def test_the_latest_is_put_back_when_others_grow():
@@ -362,12 +436,11 @@ def test_the_latest_is_put_back_when_others_grow():
     plan = scheduler.schedule()
     assert plan.moves == (Layout(1, 129, (1, 20)),) or scheduler.running.keys() == {0}
     assert scheduler.preemptions == 2 and list(scheduler.waiting) == sequences[1:]
-    assert plan.decode == (sequences[0],) and not plan.chunks
+    assert plan.decode == (sequences[0],) and not plan.groups
     sequences[0].finish_reason = "length"
     scheduler.finish(sequences[0], sequences[0].length)
     plan = scheduler.schedule()
-    assert [c.sequence for c in plan.chunks] == [sequences[1]], "whoever was put back comes first"
-    assert plan.chunks[0].count == 61, "its answer is read again with its prompt"
+    assert [(c.sequence, c.count) for c in pieces(plan)] == [(sequences[1], 61)], "put back: first, with its answer"
 
 
 def test_batches_shrink_when_the_lower_slots_fall_free():
@@ -461,6 +534,9 @@ BUGS = {
     "the last token is not read": (module, "usable", "min(shared, total - 1)", "shared"),
     "the drafter's row for a token that did not follow": (module, "usable", "shared - 1, covered", "shared, covered"),
     "more than the drafter has read": (module, "usable", "shared - 1, covered", "shared - 1"),
+    "padded beyond the slot": (Scheduler, "_together", "and max(c.start", "or max(c.start"),
+    "not only neighbours": (Scheduler, "_together", "chunk.sequence.slot != last.slot + 1 or", ""),
+    "images in company": (Scheduler, "_together", "or chunk.sequence.image_key or last.image_key", ""),
     "the first is put back": (Scheduler, "_grow", "max(self.running", "min(self.running"),
     "no order": (Scheduler, "_preempt", "insort(self.waiting, sequence, key=lambda s: s.number)",
                  "self.waiting.append(sequence)"),

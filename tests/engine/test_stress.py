@@ -57,20 +57,20 @@ class Faulty(HFTarget):
         with torch.no_grad():
             self.model.get_input_embeddings().weight[token] = torch.nan
 
-    def forward(self, block: Any, cache: Any, *, last_only: bool = False, images: Any = None) -> Any:
+    def forward(self, block: Any, cache: Any, *, ends: Any = None, images: Any = None) -> Any:
         if bool((block.tokens == self.raises_at).any()):
             raise RuntimeError("this token is too much for me")
         if self.random.random() < self.rate:
-            self.fail(block, last_only)
-        return super().forward(block, cache, last_only=last_only, images=images)
+            self.fail(block, ends is not None)
+        return super().forward(block, cache, ends=ends, images=images)
 
     def fail(self, block: Any, reading: bool) -> None:
         assert self.scheduler is not None
         batch, count = block.tokens.shape
         running = self.scheduler.running
-        if reading or (batch == 1 and count == 1):  # with nobody else to blame, and no draft
+        if batch == 1 and (reading or count == 1):  # with nobody else to blame, and no draft
             self.victims.add(running[block.slot].request.id)
-        elif count == 1 and sum(s.output_index > 1 for s in running.values()) < 2:
+        elif not reading and count == 1 and sum(s.output_index > 1 for s in running.values()) < 2:
             return  # maybe one request only decodes in this batch
         self.faults += 1
         raise self.random.choice([RuntimeError, torch.OutOfMemoryError])("now and then")
@@ -428,13 +428,13 @@ class Storm:
 STORMS: dict[str, tuple[str, DraftShape, float, int, float, int]] = {
     # drafter, shape, memory in requests of full length, requests at once, faults a pass, requests in sight
     "alone": ("scripted", BUSH, 1, 1, 0.0, 3),
-    "no memory": ("scripted", TREE, 1, 4, 0.002, 6),
-    "little memory": ("scripted", BUSH, 2.2, 6, 0.002, 10),
-    "all fit": ("scripted", TREE, 6, 6, 0.002, 8),
-    "long chains": ("scripted", LONG, 3, 5, 0.002, 8),
-    "many": ("scripted", TREE, 5, 18, 0.001, 26),
+    "no memory": ("scripted", TREE, 1, 4, 0.006, 6),
+    "little memory": ("scripted", BUSH, 2.2, 6, 0.006, 10),
+    "all fit": ("scripted", TREE, 6, 6, 0.006, 8),
+    "long chains": ("scripted", LONG, 3, 5, 0.006, 8),
+    "many": ("scripted", TREE, 5, 18, 0.003, 26),
     "faults everywhere": ("scripted", TREE, 3, 5, 0.05, 8),
-    "random drafts": ("random", TREE, 1.6, 5, 0.002, 8),
+    "random drafts": ("random", TREE, 1.6, 5, 0.006, 8),
     "random bush": ("random", BUSH, 4, 9, 0.0, 14),
     "no drafter": ("none", TREE, 1.6, 6, 0.01, 9),
 }
@@ -450,7 +450,7 @@ def test_a_storm(name):
     assert (seen["victims"] > 0) == (faults > 0)
     if drafter == "scripted":
         assert seen["drafted"] > 100
-    if memory <= running / 2:
+    if 1 < memory <= running / 2:  # where no more than one fits that is not short, they seldom get in each other's way
         assert seen["preemptions"] > 0
 
 
@@ -542,7 +542,13 @@ BUGS = {
     ),
     "what a draft broke stays": (Engine, "_alone", "self.runner.drop_draft(sequence)", "pass"),
     "NaN stays in the slot": (Engine, "_fail", "self.runner.clear(slot)", "pass"),
-    "NaN is met at the end of the prompt": (Engine, "_read", "if not bool(logits.amax().isfinite())", "if False"),
+    "NaN is met at the end of the prompt": (Engine, "_read", "if not finite or (complete", "if (complete"),
+    "what a group's fault leaves undone": (
+        Engine, "_read", "return [output for piece in pieces for output in self._read([piece])]", "return []",
+    ),
+    "the fault of one is that of all who are read": (
+        Engine, "_read", "self._read([piece])]", "[self._fail(piece.sequence, error)]]",
+    ),
     "moved over what was there": (Scheduler, "_move", "self._vacate(dest)", "pass"),
     "what belongs to a slot stays behind": (
         Runner, "arrange", "self._pending[move.dest] = self._pending[move.source]", "pass"

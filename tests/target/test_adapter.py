@@ -327,12 +327,43 @@ def test_a_step_reads_no_tensor_on_the_host(name):
 
 
 @names
-def test_last_only_gives_the_last_logits(name):
-    target, block = target_of(name), block_of(words(12, seed=3))
-    every, last = (target.forward(block, target.new_cache(12), last_only=only) for only in (False, True))
-    assert last.logits.shape == (1, 1, zoo.VOCAB)
-    assert_same(last.logits, every.logits[:, -1:], 1e-5)
-    assert torch.equal(last.states, every.states)
+def test_one_place_of_each_row(name):
+    """And the head is not run for any other."""
+    target = target_of(name)
+    ids = torch.tensor([words(12, seed) for seed in range(3)])
+    block = Block(ids, 1, torch.tensor([0, 3, 7]), 19)
+    places = torch.tensor([11, 0, 4])
+    seen: list[torch.Size] = []
+    watch = target._head.register_forward_hook(lambda _module, args, _output: seen.append(args[0].shape))
+    every, few = (target.forward(block, cache_of(target, slots=4, length=20), ends=ends) for ends in (None, places))
+    watch.remove()
+    assert few.logits.shape == (3, 1, zoo.VOCAB)
+    assert_same(few.logits[:, 0], every.logits[torch.arange(3), places], 1e-5)
+    assert torch.equal(few.states, every.states)
+    assert [shape[:2] for shape in seen] == [(3, 12), (3, 1)]
+
+
+def test_one_place_of_each_row_where_the_head_is_not_called():
+    """A model may use its head's weight without calling the module."""
+    model = zoo.case("llama").build()
+    head = model.lm_head
+    model.lm_head = Unseen(head)
+    model.get_output_embeddings = lambda: head
+    target, ids = HFTarget(model), torch.tensor([words(9, seed) for seed in range(2)])
+    block, places = Block(ids, 0, torch.tensor([0, 2]), 11), torch.tensor([3, 8])
+    every, few = (target.forward(block, cache_of(target, slots=2, length=12), ends=ends) for ends in (None, places))
+    assert torch.equal(few.logits[:, 0], every.logits[torch.arange(2), places])
+
+
+class Unseen(nn.Module):
+    """Multiplies by the weight of a head that nobody calls."""
+
+    def __init__(self, head: nn.Module):
+        super().__init__()
+        self.weight = head.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight)
 
 
 # The three methods of the contract
@@ -460,7 +491,7 @@ def test_hooks_are_as_many_as_layers_and_end_with_the_target(name):
     for layers in ([1, 3], [3, 1], None, [1], [4, 3, 0]):
         target.set_eagle3_layers_to_capture(layers)
         target.forward(block_of(words(5, seed=0)), target.new_cache(5))
-    assert hooks(model) == count + 4, "entering 0, 1 and 3, leaving the last"
+    assert hooks(model) == count + 5, "entering 0, 1, 3 and the head, leaving the last"
     alive = weakref.ref(target)
     del target
     gc.collect()

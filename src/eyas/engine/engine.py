@@ -107,7 +107,7 @@ class Engine:
         except BaseException:  # an interruption, too: what the scheduler planned and what is in memory differ now
             self.reset()
             raise
-        outputs = [output for chunk in plan.chunks if (output := self._read(chunk)) is not None]
+        outputs = [output for group in plan.groups for output in self._read(group)]
         if plan.decode:
             outputs += self._decode(self._batch(plan))
         if self.idle:
@@ -152,25 +152,28 @@ class Engine:
 
     # Prompts
 
-    def _read(self, chunk: Chunk) -> Output | None:
-        """Reads a piece of a prompt; with the last one comes the first token of the answer."""
-        sequence = chunk.sequence
+    def _read(self, pieces: Many[Chunk]) -> list[Output]:
+        """Reads pieces of prompts in one pass; with a prompt's last one comes the first token of its answer."""
+        sequences, starts = [piece.sequence for piece in pieces], [piece.start for piece in pieces]
         try:
-            logits = self.runner.read(sequence, chunk.count)
-            if sequence.length < len(sequence.ids):
-                if not bool(logits.amax().isfinite()):  # now: in a prefix, or after a new layout, NaN would meet others
-                    raise no_choice(False, sequence.output_index)
-                return None
-            batch = self.runner.batch(sequence.slot, [sequence], [sequence.length], self.scheduler.readable)
-            root = self.runner.roots(batch)
-            choice = choose(logits[None], batch.choosing, root)
-            ((token, finite),) = torch.stack((choice.tokens[:, 0], choice.finite[:, 0].long()), dim=1).tolist()
+            batch = self.runner.batch(sequences[0].slot, sequences, starts, self.scheduler.readable)
+            output = self.runner.read(pieces)
+            choice = choose(output.logits, batch.choosing, self.runner.roots(batch))
+            facts = torch.cat((choice.tokens, choice.finite.long()), dim=1).tolist()
         except Exception as error:
-            return self._fail(sequence, error)
-        if token < 0:
-            return self._fail(sequence, no_choice(bool(finite), sequence.output_index))
-        sequence.decoding = True
-        return self._emit(sequence, [token], logits[None], 0, [0])
+            if len(pieces) == 1:
+                return [self._fail(sequences[0], error)]
+            return [output for piece in pieces for output in self._read([piece])]  # whose fault is it?
+        self.runner.take(pieces, output)
+        outputs = []
+        for row, (sequence, (token, finite)) in enumerate(zip(sequences, facts, strict=True)):
+            complete = sequence.length == len(sequence.ids)
+            if not finite or (complete and token < 0):  # now: in a prefix, or after a new layout, NaN would meet others
+                outputs.append(self._fail(sequence, no_choice(bool(finite), sequence.output_index)))
+            elif complete:
+                sequence.decoding = True
+                outputs.append(self._emit(sequence, [token], output.logits, row, [0]))
+        return outputs
 
     # Answers
 

@@ -167,7 +167,8 @@ def next_logits(target: HFTarget, request: Request, output_ids: list[int]) -> to
         images = None if start else request.images
         places, deltas = (torch.tensor([n], device=target.device) for n in (start, delta))
         block = Block(tokens, 0, places, start + tokens.shape[1], deltas)
-        output = target.forward(block, cache, last_only=True, images=images)
+        ends = torch.tensor([tokens.shape[1] - 1], device=target.device)
+        output = target.forward(block, cache, ends=ends, images=images)
         start, delta = start + tokens.shape[1], delta + output.rope_delta
     return output.logits[:, -1].float()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 
 from eyas.core import Acceptance, Draft, DraftShape, RequestError
 from eyas.drafter.contract import Drafter, Drafting, TrueStates
-from eyas.engine.scheduler import Copy, Layout
+from eyas.engine.scheduler import Chunk, Copy, Layout
 from eyas.engine.sequence import Sequence
 from eyas.speculation.sampling import Rows, rows_of
 from eyas.speculation.tree import ancestor_mask, chain
@@ -37,6 +36,11 @@ class Batch:
 
 def catch_up_bucket(places: int, most: int) -> int:
     return min(next((n for n in (1, 2, 4, 6, 8, 12, 16) if n >= places), most), most)
+
+
+def padded(ids: list[int], width: int) -> list[int]:
+    """So many ids: the last one again and again, since another might be one that breaks the target."""
+    return ids + ids[-1:] * (width - len(ids))
 
 
 def followed(batch: Batch) -> list[Sequence | None]:
@@ -100,27 +104,40 @@ class Runner:
 
     # Reading prompts
 
-    def read(self, sequence: Sequence, count: int) -> torch.Tensor:
-        """Reads ``count`` more tokens of a sequence into its slot; the logits [1, V] behind the last one."""
-        start, request = sequence.length, sequence.request
-        images = request.images if start == 0 else None
-        ids = self._tensor(sequence.ids[start : start + count])
+    def read(self, pieces: Many[Chunk]) -> TargetOutput:
+        """One target pass over pieces of prompts in neighbouring slots: logits [n, 1, V] behind each one's last token.
+
+        No sequence knows of it before ``take``: what raises here can be redone.
+        """
+        first, width = pieces[0].sequence, max(piece.count for piece in pieces)
+        starts, deltas = [p.sequence.length for p in pieces], [p.sequence.rope_delta for p in pieces]
         block = Block(
-            ids[None],
-            sequence.slot,
-            self._tensor([start]),
-            min(start + count, self.cache.length),
-            self._tensor([sequence.rope_delta]) if sequence.rope_delta else None,
+            self._tensor([padded(p.sequence.ids[p.start : p.end], width) for p in pieces]),
+            first.slot,
+            self._tensor(starts),
+            max(starts) + width,
+            self._tensor(deltas) if any(deltas) else None,
         )
-        output = self._read(block, images)
-        sequence.rope_delta += output.rope_delta
-        sequence.length = start + count
-        if sequence.follows:
+        ends = self._tensor([piece.count - 1 for piece in pieces])
+        images = first.request.images if first.length == 0 else None
+        try:
+            return self._forward(block, ends=ends, images=images)
+        except (ValueError, RuntimeError, IndexError, TypeError) as error:
+            if not images or isinstance(error, torch.OutOfMemoryError):
+                raise
+            what = f"{type(error).__name__}: {error}"
+            raise RequestError(f"The target cannot read this prompt with these images ({what}).") from error
+
+    def take(self, pieces: Many[Chunk], output: TargetOutput) -> None:
+        """The sequences have these tokens from now on, and the drafter reads their states."""
+        if followed := [piece.sequence for piece in pieces if piece.sequence.follows]:
             try:
-                self._feed(sequence, start, ids, output)
+                self._feed(pieces, output)
             except Exception as error:
-                self.give_up([sequence], error)
-        return output.logits[0]
+                self.give_up(followed, error)
+        for piece in pieces:
+            piece.sequence.length = piece.end
+            piece.sequence.rope_delta += output.rope_delta
 
     def give_up(self, sequences: Many[Sequence], error: Exception) -> None:
         """The drafter failed: these go on without it."""
@@ -129,36 +146,36 @@ class Runner:
         for sequence in sequences:
             sequence.give_up()
 
-    def _read(self, block: Block, images: Mapping[str, Any] | None) -> TargetOutput:
-        try:
-            return self._forward(block, last_only=True, images=images)
-        except (ValueError, RuntimeError, IndexError, TypeError) as error:
-            if not images or isinstance(error, torch.OutOfMemoryError):
-                raise
-            what = f"{type(error).__name__}: {error}"
-            raise RequestError(f"The target cannot read this prompt with these images ({what}).") from error
-
-    def _feed(self, sequence: Sequence, start: int, ids: torch.Tensor, output: TargetOutput) -> None:
-        """The drafter reads the states whose following token is known; the last one may have to wait for it."""
+    def _feed(self, pieces: Many[Chunk], output: TargetOutput) -> None:
+        """The drafter reads the states whose following token is known; a prompt's last one has to wait for it."""
         assert self.drafter is not None and self._pending is not None and output.states is not None
-        following = sequence.ids[start + 1 : start + len(ids) + 1]
-        states, known = output.states, len(following)
-        if known:
+        known = [min(p.count, len(p.sequence.ids) - 1 - p.start) if p.sequence.follows else 0 for p in pieces]
+        if width := max(known):
+            tokens = [p.sequence.ids[p.start + 1 : p.start + 1 + n] or [0] for p, n in zip(pieces, known, strict=True)]
             image_mask = embeds = None
             if output.embeds is not None:  # the drafter sees images as the target does
-                image_mask = self.target.image_positions(ids[None], output.embeds)[:, 1:]
+                ids = self._tensor([p.sequence.ids[p.start : p.end] for p in pieces])
+                image_mask = self.target.image_positions(ids, output.embeds)[:, 1:]
                 embeds = output.embeds[:, 1:]
-                if known == len(ids):  # what follows an image prompt is no image
+                if width == pieces[0].count:  # what follows an image prompt is no image
                     image_mask = torch.nn.functional.pad(image_mask, (0, 1))
                     embeds = torch.nn.functional.pad(embeds, (0, 0, 0, 1))
-            counts, starts = self._tensor([known]), self._tensor([start])
-            tokens = self._tensor(following)[None]
             self.drafter.extend(
-                TrueStates(sequence.slot, starts, counts, states[:, :known], tokens, start + known, image_mask, embeds)
+                TrueStates(
+                    pieces[0].sequence.slot,
+                    self._tensor([piece.start for piece in pieces]),
+                    self._tensor(known),
+                    output.states[:, :width].contiguous(),  # compiled code knows strides by heart
+                    self._tensor([padded(ids, width) for ids in tokens]),
+                    max(piece.start for piece in pieces) + width,
+                    image_mask,
+                    embeds,
+                )
             )
-        if known < len(ids):
-            self._pending[sequence.slot, 0] = states[0, -1]
-            sequence.pending = 1
+        for row, (piece, count) in enumerate(zip(pieces, known, strict=True)):
+            if piece.sequence.follows and count < piece.count:
+                self._pending[piece.sequence.slot, 0] = output.states[row, count]
+                piece.sequence.pending = 1
 
     # Decoding
 

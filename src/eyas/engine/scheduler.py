@@ -12,6 +12,7 @@ import numpy as np
 from eyas.engine.sequence import Sequence
 
 SHARED_AT_LEAST = 16  # a shorter common beginning is not worth a copy
+PASS = 32  # at most so many tokens of padding are cheaper than another pass over all weights, on a CPU
 PREFIX_SLOTS = 8  # beyond those that can run, for prefixes
 BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
@@ -41,13 +42,22 @@ class Chunk:
     sequence: Sequence
     count: int
 
+    @property
+    def start(self) -> int:
+        """The place of its first token, as long as it is not read."""
+        return self.sequence.length
+
+    @property
+    def end(self) -> int:
+        return self.sequence.length + self.count
+
 
 @dataclass(frozen=True)
 class Plan:
     """One step: first the caches are arranged, then pieces of prompts are read, then all others go on by one draft."""
 
     moves: tuple[Layout | Copy, ...]
-    chunks: tuple[Chunk, ...]
+    groups: tuple[tuple[Chunk, ...], ...]  # of neighbours: those of one group are read in one pass
     decode: tuple[Sequence, ...]
     bucket: int  # slots 0 .. bucket - 1 hold all of ``decode``
     length: int  # rows of a slot that are looked at
@@ -87,6 +97,7 @@ class Scheduler:
         ``chunk`` tokens of prompts are read in a step. ``follow`` says whether the drafter shall read a new prompt.
         """
         self.rows, self.spare, self.max_running, self.chunk, self.follow = rows, spare, max_running, chunk, follow
+        self.padding = max(PASS, chunk // 8)  # on a GPU, where a step reads more, another pass is dearer too
         self.prefix_caching = prefix_caching
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}  # by slot
@@ -110,7 +121,7 @@ class Scheduler:
         self._compact()
         decode = tuple(s for _, s in sorted(self.running.items()) if s.decoding)
         bucket = min(slot_bucket(decode[-1].slot + 1), self.slots) if decode else 0
-        return Plan(tuple(self._moves), tuple(chunks), decode, bucket, self._looked_at(bucket))
+        return Plan(tuple(self._moves), self._groups(chunks), decode, bucket, self._looked_at(bucket))
 
     @property
     def readable(self) -> int:
@@ -272,7 +283,7 @@ class Scheduler:
                 budget -= chunks[-1].count
         while budget > 0 and self.waiting and len(self.running) < self.max_running:
             sequence = self.waiting[0]
-            if not self._admit(sequence):
+            if self._being_read(sequence, chunks) or not self._admit(sequence):
                 break
             self.waiting.popleft()
             chunks.append(self._chunk(sequence, budget))
@@ -284,6 +295,35 @@ class Scheduler:
         if sequence.image_key and sequence.length == 0:  # an image attends to all of itself: it is never split
             return Chunk(sequence, len(sequence.request.prompt_ids))
         return Chunk(sequence, min(left, budget))
+
+    def _groups(self, chunks: Iterable[Chunk]) -> tuple[tuple[Chunk, ...], ...]:
+        """What is read together, padded to the longest: neighbours, while that costs less than a pass of their own."""
+        groups: list[list[Chunk]] = []
+        for chunk in sorted(chunks, key=lambda c: c.sequence.slot):
+            if groups and self._together(groups[-1], chunk):
+                groups[-1].append(chunk)
+            else:
+                groups.append([chunk])
+        return tuple(map(tuple, groups))
+
+    def _together(self, group: list[Chunk], chunk: Chunk) -> bool:
+        last = group[-1].sequence
+        if chunk.sequence.slot != last.slot + 1 or chunk.sequence.image_key or last.image_key:
+            return False
+        width = max(c.count for c in group)
+        wider = max(width, chunk.count)
+        padding = len(group) * (wider - width) + wider - chunk.count
+        return padding <= self.padding and max(c.start for c in (*group, chunk)) + wider <= self.readable
+
+    def _being_read(self, sequence: Sequence, chunks: Iterable[Chunk]) -> bool:
+        """Whether the next step finds a longer beginning of it than there is now: then it need not be read twice."""
+        start = sequence.ids[:SHARED_AT_LEAST]
+        alike = [c for c in chunks if c.sequence.ids[:SHARED_AT_LEAST] == start and not c.sequence.image_key]
+        if not alike or not self.prefix_caching or sequence.image_key:
+            return False
+        ids = np.array(sequence.ids, dtype=np.int32)
+        soon = max(common(ids, np.array(c.sequence.ids[: c.end], dtype=np.int32)) for c in alike)
+        return soon - self._shared(sequence)[1] >= SHARED_AT_LEAST
 
     def _admit(self, sequence: Sequence) -> bool:
         need = self._need((sequence, *self.running.values()))

@@ -31,13 +31,15 @@ IMAGE_TOKENS = (
     "media_placeholder_token_id",
 )
 INNER_MODELS = ("language_model", "text_model", "model", "transformer", "decoder", "thinker", "llm", "gpt_neox")
+HEAD = -1  # the output head among the hooks, which are kept by layer
 
 
 @dataclass
 class Noted:
-    """States by layer while a forward pass of ours runs; None in passes that others make with the model."""
+    """What the hooks are for while a forward pass of ours runs; nothing in passes that others make with the model."""
 
-    states: dict[int, torch.Tensor] | None = None
+    states: dict[int, torch.Tensor] | None = None  # by layer
+    ends: torch.Tensor | None = None  # int64 [B], the places whose logits are wanted
 
 
 def remove(hooks: dict[int, RemovableHandle]) -> None:
@@ -69,7 +71,7 @@ class HFTarget:
         # of tokens drafted beyond the context's end, which are never emitted: a table of positions ends there
         self._last_position = (getattr(self.config, "max_position_embeddings", None) or 1 << 30) - 1
         self._masks = MaskKinds.from_config(self.config)
-        self._cache_name, self._takes_logits_to_keep = forward_signature(model)
+        self._cache_name = cache_argument(model)
         self._layer_ids: tuple[int, ...] = ()
         self._noted = Noted()
         self._compiled: dict[tuple[int, int, tuple[int, ...]], Step] = {}  # by sequences, tokens and captured layers
@@ -94,6 +96,8 @@ class HFTarget:
         self._layer_ids = ids
         for layer in {*ids, 0} - set(self._hooks):  # always the embeddings too: images need them
             self._hooks[layer] = self._hook(layer)
+        if HEAD not in self._hooks:
+            self._hooks[HEAD] = self._hook_head()
 
     def get_embed_and_head(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(input embedding [V, H], output head [V, H]): the weights themselves, not copies."""
@@ -121,26 +125,31 @@ class HFTarget:
 
     @torch.no_grad()
     def forward(
-        self, block: Block, cache: SlotCache, *, last_only: bool = False, images: Mapping[str, Any] | None = None
+        self,
+        block: Block,
+        cache: SlotCache,
+        *,
+        ends: torch.Tensor | None = None,
+        images: Mapping[str, Any] | None = None,
     ) -> TargetOutput:
         """One pass over ``block``; its keys and values are in ``cache`` afterwards.
 
-        ``images`` (for a block at the start of a single slot) are a processor's tensors, or what ``generate`` makes of
-        them (encoder outputs and positions).
+        ``ends`` int64 [B]: logits at these places only, one in each row. ``images`` (for a block at the start of a
+        single slot) are a processor's tensors, or what ``generate`` makes of them (encoder outputs and positions).
         """
         batch, count = block.tokens.shape
         if images:
-            return self._with_images(block, cache, images, last_only)
+            return self._with_images(block, cache, images, ends)
         views = cache.views(block.slot, batch, cache.length)  # whole slots: compiled code is made for such
         depths = torch.arange(count, device=block.starts.device) if block.depths is None else block.depths
         places = block.starts[:, None] + depths
         positions = places.clamp(max=self._last_position)  # before the deltas: behind a video they count further
         positions = positions if block.rope_deltas is None else positions + block.rope_deltas[:, None]
         masks = self._masks.build(block, self.dtype)
-        if not last_only and (step := self._compiled.get((batch, count, self._layer_ids))) is not None:
+        if ends is None and (step := self._compiled.get((batch, count, self._layer_ids))) is not None:
             return TargetOutput(*step(block.tokens, positions, masks, block.starts, views))
         with special.llama4_temperature(self.layers, places), special.llama4_wrapper(self.model):
-            return TargetOutput(*self._step(block.tokens, positions, masks, block.starts, views, last_only))
+            return TargetOutput(*self._step(block.tokens, positions, masks, block.starts, views, ends))
 
     def _step(
         self,
@@ -149,7 +158,7 @@ class HFTarget:
         masks: torch.Tensor | dict[str, torch.Tensor],
         starts: torch.Tensor,
         views: dict[int, tuple[torch.Tensor, torch.Tensor]],
-        last_only: bool = False,
+        ends: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits and captured states: tensors in, tensors out, so that it can be compiled."""
         mask = list(masks.values())[0] if isinstance(masks, dict) else masks  # noqa: RUF015 (the compiler knows lists)
@@ -161,11 +170,13 @@ class HFTarget:
             self._cache_name: StepCache(views, starts, length),
             "use_cache": True,
         }
-        logits, captured = self._run(inputs, last_only)
+        logits, captured = self._run(inputs, ends)
         states = torch.cat([captured[i] for i in self._layer_ids], dim=-1) if self._layer_ids else None
         return logits, states
 
-    def _with_images(self, block: Block, cache: SlotCache, images: Mapping[str, Any], last_only: bool) -> TargetOutput:
+    def _with_images(
+        self, block: Block, cache: SlotCache, images: Mapping[str, Any], ends: torch.Tensor | None
+    ) -> TargetOutput:
         """The model works out its own masks (image blocks) and multi-axis positions, or they come with the images."""
         count = block.tokens.shape[1]
         if len(block.tokens) > 1 or block.ancestors is not None or int(block.starts[0]) > 0:
@@ -179,7 +190,7 @@ class HFTarget:
         special.take_rope_delta(self.model)  # one that somebody else left behind would be taken for this image's
         places = torch.arange(count, device=block.starts.device)[None]
         with special.llama4_temperature(self.layers, places), special.llama4_wrapper(self.model):
-            logits, captured = self._run(inputs, last_only)
+            logits, captured = self._run(inputs, ends)
         states = torch.cat([captured[i] for i in self._layer_ids], dim=-1) if self._layer_ids else None
         delta = special.rope_delta(self.model, images, count)
         return TargetOutput(logits, states, captured[0], delta)
@@ -249,21 +260,37 @@ class HFTarget:
             return self.layers[layer].register_forward_pre_hook(entering, with_kwargs=True)
         return self.layers[-1].register_forward_hook(leaving)
 
-    def _run(self, inputs: dict[str, Any], last_only: bool = False) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    def _hook_head(self) -> RemovableHandle:
+        """Has the output head see no more than the places whose logits are wanted.
+
+        What the model does to its logits behind the head (a soft-cap, a scale) is done to those.
+        """
+        noted = self._noted
+
+        def entering(_module: nn.Module, args: tuple) -> tuple | None:
+            if noted.ends is None or not args or args[0].dim() != 3:
+                return None
+            return (at_ends(args[0], noted.ends), *args[1:])
+
+        return self._head.register_forward_pre_hook(entering)
+
+    def _run(
+        self, inputs: dict[str, Any], ends: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Logits and the states that the hooks noted. Raises TargetError for a layer that did not run."""
         captured: dict[int, torch.Tensor] = {}
-        if self._takes_logits_to_keep:
-            inputs["logits_to_keep"] = 1 if last_only else 0
-        self._noted.states = captured
+        self._noted.states, self._noted.ends = captured, ends
         try:
             logits = self.model(**inputs).logits
         finally:
-            self._noted.states = None
+            self._noted.states = self._noted.ends = None
         if skipped := [layer for layer in self._layer_ids if layer not in captured]:
             raise TargetError(
                 f"{type(self.model).__name__} did not run layers {skipped} of the {self.num_layers} it has."
             )
-        return logits[:, -1:] if last_only else logits, captured
+        if ends is not None and logits.shape[1] > 1:  # a model that does not call its head, but uses its weight
+            logits = at_ends(logits, ends)
+        return logits, captured
 
     def _probe(self) -> dict[int, LayerShape]:
         cache = ProbeCache()
@@ -316,11 +343,16 @@ class HFTarget:
         a, b, c, d, e, f, x = (i % self.vocab_size for i in (3, 7, 11, 5, 13, 17, 19))
         cache = self.new_cache(8)
 
-        def run(tokens: list[int], start: int, tree: tuple[list[int], list[list[int]]] | None = None) -> torch.Tensor:
+        def run(
+            tokens: list[int],
+            start: int,
+            tree: tuple[list[int], list[list[int]]] | None = None,
+            ends: list[int] | None = None,
+        ) -> torch.Tensor:
             depths, ancestors = (torch.tensor([part], device=self.device) for part in tree) if tree else (None, None)
             ids, starts = (torch.tensor(x, device=self.device) for x in ([tokens], [start]))
             block = Block(ids, 0, starts, start + len(tokens), depths=depths, ancestors=ancestors)
-            out = self.forward(block, cache)
+            out = self.forward(block, cache, ends=None if ends is None else torch.tensor(ends, device=self.device))
             self._check_states(out.states)
             return out.logits[0].float()
 
@@ -328,6 +360,7 @@ class HFTarget:
             ids = torch.tensor([[a, b, c, d, e, f]], device=self.device)
             line, _ = self._run({"input_ids": ids, "use_cache": False})
         prefix = run([a, b, c], 0)
+        prefix[1] = run([a, b, c], 0, ends=[1])
         tree = run([d, x, e], 3, ([0, 1, 1], [[True, False, False], [True, True, False], [True, False, True]]))
         cache.keep(0, *(torch.tensor(x, device=self.device) for x in ([3], [[0, 2]])))
         return line[0].float(), torch.cat([prefix, tree[[0, 2]], run([f], 5)])
@@ -440,8 +473,13 @@ def find_head(model: Any) -> Any:
     )
 
 
-def forward_signature(model: Any) -> tuple[str, bool]:
-    """(the name ``forward`` gives its cache, whether it takes ``logits_to_keep``); transformers renamed the first."""
+def at_ends(values: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """[B, 1, X] of [B, T, X]: the place in each row that ``ends`` int64 [B] names."""
+    return values[torch.arange(len(values), device=values.device), ends][:, None]
+
+
+def cache_argument(model: Any) -> str:
+    """The name ``forward`` gives its cache: transformers renamed it."""
     names = inspect.signature(model.forward).parameters
     cache = next((n for n in ("cache", "past_key_values") if n in names), None)
     if cache is None or "position_ids" not in names:
@@ -449,4 +487,4 @@ def forward_signature(model: Any) -> tuple[str, bool]:
             f"{type(model).__name__}.forward takes no {'position_ids' if cache else 'cache'}, "
             "so it cannot verify a tree of draft tokens."
         )
-    return cache, "logits_to_keep" in names
+    return cache

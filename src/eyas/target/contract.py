@@ -31,7 +31,7 @@ class Block:
 
 @dataclass(frozen=True)
 class TargetOutput:
-    logits: torch.Tensor  # [B, T, V], or [B, 1, V] where only the last were asked for
+    logits: torch.Tensor  # [B, T, V], or [B, 1, V] where only those at ``ends`` were asked for
     states: torch.Tensor | None  # [B, T, len(layer_ids) * H], None while no layers are captured
     embeds: torch.Tensor | None = None  # [B, T, H], what entered layer 0: only for a block that carried images
     rope_delta: int = 0  # what this block's images did to the positions of the tokens that follow
@@ -56,8 +56,14 @@ class Eagle3Target(Protocol):
     def new_cache(self, rows: int) -> SlotCache: ...
 
     def forward(
-        self, block: Block, cache: SlotCache, *, last_only: bool = False, images: Mapping[str, Any] | None = None
-    ) -> TargetOutput: ...
+        self,
+        block: Block,
+        cache: SlotCache,
+        *,
+        ends: torch.Tensor | None = None,
+        images: Mapping[str, Any] | None = None,
+    ) -> TargetOutput:
+        """``ends`` int64 [B]: the one place in each row of the block whose logits are wanted; None: all."""
 
     @property
     def compilable(self) -> bool: ...
