@@ -15,14 +15,15 @@ from torch._dynamo.utils import counters
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import zoo
 
-from eyas.target import tuning
+from eyas.target import packing, tuning
+from eyas.target.compiling import compiled as compile_step
 
 found: Counter[str] = Counter()
-packed_copy = tuning._packed_copy
+packed_copy = packing._packed_copy
 
 
-def counting(weight: torch.Tensor) -> tuning._Packed | None:
-    packed = packed_copy(weight)
+def counting(weights: list[torch.Tensor], biases: list[torch.Tensor | None]) -> packing._Packed | None:
+    packed = packed_copy(weights, biases)
     found["stale" if packed is None else "packed"] += 1
     return packed
 
@@ -37,7 +38,7 @@ def observe(dtype: torch.dtype, grad_mode: Callable[[], AbstractContextManager[N
     def step(tokens: torch.Tensor, places: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return tuned(input_ids=tokens, position_ids=places, attention_mask=mask, use_cache=False).logits
 
-    compiled = torch.compile(step, fullgraph=True, dynamic=False)
+    compiled = compile_step(step)
     with grad_mode():
         tokens = torch.arange(12).view(2, 6) * 7 % zoo.WORDS
         places = torch.arange(6).expand(2, -1).contiguous()
@@ -57,8 +58,8 @@ def observe(dtype: torch.dtype, grad_mode: Callable[[], AbstractContextManager[N
 
 
 if __name__ == "__main__":
-    tuning._packed_copy = counting
+    packing._packed_copy = counting
     modes = {torch.float32: torch.no_grad, torch.bfloat16: torch.inference_mode}
-    seen = {str(dtype): observe(dtype, mode) for dtype, mode in modes.items() if tuning._packs(dtype)}
+    seen = {str(dtype): observe(dtype, mode) for dtype, mode in modes.items() if packing._packs(dtype)}
     cache = {name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("hit", "miss")}
     print(json.dumps({"seen": seen, **cache}))

@@ -19,7 +19,8 @@ from eyas.engine.sequence import Emitted, FinishReason, Output
 from eyas.engine.stats import AcceptanceStats
 from eyas.target.adapter import HFTarget
 from eyas.target.images import encode_chat
-from eyas.target.tuning import pack_linears, tune
+from eyas.target.packing import pack_linears
+from eyas.target.tuning import tune
 
 Speculation = Literal["auto", "fixed", "off"]
 MAX_RUNNING = 32

@@ -10,7 +10,7 @@ from eyas.core import DraftShape, UsageError
 from eyas.drafter.contract import Drafter
 from eyas.engine.engine import rows_for
 from eyas.target.adapter import HFTarget
-from eyas.target.tuning import available_memory
+from eyas.target.packing import available_memory
 
 GIB = 1 << 30
 

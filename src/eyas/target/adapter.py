@@ -19,7 +19,7 @@ from eyas.target.cache import LayerShape, ProbeCache, SlotCache, StepCache
 from eyas.target.compiling import Step, any_length, compiled
 from eyas.target.contract import Block, TargetOutput
 from eyas.target.masks import MaskKinds
-from eyas.target.tuning import PackedLinear
+from eyas.target.packing import PackedLinear
 
 LAYER_LISTS = ("layers", "h", "blocks", "block")
 RECURRENT_LAYERS = ("linear_attention", "mamba", "conv", "hybrid")
