@@ -239,15 +239,14 @@ class Engine:
             if step.decision.shape is None:
                 return self._fail(sequence, no_choice(finite, sequence.output_index))
             return self._alone(sequence)
-        drafted = step.decision.shape is not None and sequence.follows
+        shape = step.decision.shape if sequence.follows else None
         sequence.length += len(tokens)
-        sequence.pending += len(tokens) if sequence.follows else 0
-        if sequence.pending > self.runner.catch_up_most:  # steps that failed put catching up off for too long
-            sequence.give_up()
+        if sequence.follows:
+            sequence.pending += len(tokens)
+            if sequence.pending > self.runner.catch_up_most:  # steps that failed put catching up off for too long
+                sequence.give_up()
         output = self._emit(sequence, tokens, step.logits, row, path)
-        if drafted:
-            assert step.decision.shape is not None
-            shape = step.decision.shape
+        if shape:
             sequence.stats.record(shape.num_steps, shape.num_draft_tokens - 1, len(tokens) - 1, len(output.emitted))
         return output
 
@@ -271,14 +270,13 @@ class Engine:
         They were chosen at the nodes ``path`` of ``logits[row]``.
         """
         try:
-            reports: Any = ()
+            reports: list[tuple[Any, ...]] = [()] * len(tokens)
             if (wanted := sequence.sampling.logprobs) is not None:
-                reports = logprobs(logits[row, path], torch.tensor(tokens), wanted)
+                reports = [(own, tuple(top)) for own, top in logprobs(logits[row, path], torch.tensor(tokens), wanted)]
             emitted, last = [], len(tokens) - 1
             for i, token in enumerate(tokens):
                 text = sequence.append(token)
-                own, top = reports[i] if reports else (None, ())
-                emitted.append(Emitted(token, text, i < last, own, tuple(top)))
+                emitted.append(Emitted(token, text, i < last, *reports[i]))
                 if sequence.finish_reason is not None:
                     break
             if sequence.finish_reason is None:
@@ -377,8 +375,9 @@ class Step:
 
     def of(self, row: int) -> tuple[list[int], list[int], bool]:
         """The tokens of one sequence, the nodes they were chosen at, and whether the last one's logits are sound."""
-        count, finite, *rest = self.facts[row]
-        return rest[:count], rest[self.width : self.width + count], bool(finite)
+        facts = self.facts[row]
+        count, path = facts[0], 2 + self.width
+        return facts[2 : 2 + count], facts[path : path + count], bool(facts[1])
 
 
 def compiled_sizes(most: int, shapes: Many[DraftShape]) -> list[tuple[int, DraftShape | None]]:
