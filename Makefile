@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+WORKERS ?= 2
 PIP_INSTALL = $(VENV)/bin/python -m pip install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
@@ -15,7 +16,7 @@ demo: $(VENV)/.eyas ## install Eyas, fetch SmolLM2 and run it with and without s
 	$(VENV)/bin/eyas run smollm2 --compare
 
 test: lint ## install Eyas with its test tools, check style and types, run all tests
-	$(VENV)/bin/python -m pytest
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
 lint: $(VENV)/.eyas-test ## check style and types only
 	$(VENV)/bin/ruff check .

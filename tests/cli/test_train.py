@@ -81,7 +81,7 @@ def test_plan(eyas: Any, target: Path, data: Path, tmp_path: Path) -> None:
 def test_resumed(eyas: Any, target: Path, data: Path, tmp_path: Path) -> None:
     command = ("train", target, "--data", data, "--out", tmp_path / "out", *QUICK, "--eval-every", 0)
     first = eyas(*command, "--stop-after", "1e-9")
-    assert first.code == 0 and "unfinished: --resume" in first.out
+    assert first.code == 0 and "unfinished: --resume" in " ".join(first.out.split())
     again = eyas(*command, "--resume", "--json")
     assert again.code == 0 and again.records[-1]["finished"]
     eyas(*command, "--resume", "--seed", 3).failed(2, "begun with seed 0")

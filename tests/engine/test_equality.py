@@ -112,7 +112,7 @@ BUGS: dict[str, tuple[Any, str, str, str]] = {
         "above = draft.parents.clamp(min=0)",
         "above = (draft.depths[:, :, None] - 1 == draft.depths[:, None]).long().argmax(-1)",
     ),
-    "a token is dropped": (Step, "of", "rest[:count]", "rest[: min(count, 2)] + rest[3:count]"),
+    "a token is dropped": (Step, "of", "facts[2 : 2 + count],", "facts[2 : 2 + min(count, 2)] + facts[5 : 2 + count],"),
     "an accepted path is cut": (
         engine,
         "accept",
