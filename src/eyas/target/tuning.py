@@ -1,8 +1,9 @@
 """What makes a transformers model fast on a CPU and changes its results by no more than rounding.
 
 Two things. oneDNN multiplies a weight that already lies in its own blocked layout in half the time, or less, for the
-few rows of a decoding step. And transformers' sdpa repeats keys and values for every query head of a group as soon as
-there is a mask; with the heads of a group as rows, they are read once.
+few rows of a decoding step (``packing``). And transformers' sdpa repeats keys and values for every query head of a
+group as soon as there is a mask; with the heads of a group as rows, they are read once. For the few rows of a decoding
+step a kernel of ours does that, at the speed of memory (``attention``).
 
 It is for models that Eyas loaded itself: somebody else's model keeps the classes and the configuration it came with.
 """
@@ -22,9 +23,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from eyas.target import attention
 from eyas.target.packing import MARGIN, SMALLEST, find_families, pack_linears
 
 ATTENTION = "eyas_sdpa"  # the name of `grouped_attention` in a config
+FEW = 64  # query rows that share keys: with more, the products are worth PyTorch's
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,8 @@ def tune(model: Any, *, smallest: int = SMALLEST, margin: int = MARGIN) -> Tunin
     """
     packed, nbytes, unpacked = _pack(model, smallest, margin)
     ungrouped = _group_heads(model)
-    return Tuning(packed, nbytes, ungrouped is None, tuple(reason for reason in (unpacked, ungrouped) if reason))
+    slow = attention.prepare() if ungrouped is None else None  # compiled now, the first time on a machine
+    return Tuning(packed, nbytes, ungrouped is None, tuple(reason for reason in (unpacked, ungrouped, slow) if reason))
 
 
 @torch.no_grad()
@@ -89,7 +93,7 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' sdpa attention, with the query heads that share a key head as rows of one.
+    """transformers' sdpa attention, with the query heads that share a key head as rows of one; few rows by our kernel.
 
     query [B, heads, T, D]; key [B, groups, S, D]; value [B, groups, S, E]; attention_mask bool (True: seen) or additive
     [B or 1, 1, T or 1, S]; the result is [B, T, heads, E]. Whatever is different goes to transformers unchanged.
@@ -101,6 +105,8 @@ def grouped_attention(
     assert attention_mask is not None
     batch, heads, count, size = query.shape
     groups = key.shape[1]
+    if heads // groups * count <= FEW and attention.supported(query, key, value, attention_mask):
+        return torch.ops.eyas.attention(query, key, value, attention_mask, scaling), None
     rows = query.reshape(batch, groups, heads // groups * count, size)  # the heads of a group are neighbours
     if attention_mask.shape[2] > 1:
         attention_mask = attention_mask.repeat(1, 1, heads // groups, 1)
