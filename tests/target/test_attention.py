@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,16 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 
-from eyas.target import attention
+from eyas.target import attention, tuning
 
 LIMITS = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2}
 
 
 @pytest.fixture(autouse=True)
 def _there() -> Any:
-    if reason := attention.prepare():
-        pytest.skip(reason)
+    if not any(shutil.which(name) for name in attention.COMPILERS):
+        pytest.skip("no C++ compiler: the kernel is not tested")
+    assert attention.prepare() is None
     with torch.no_grad():
         yield
 
@@ -181,6 +184,22 @@ def test_what_it_does_not_take() -> None:
         assert not attention.supported(query.clone().requires_grad_(), key, value, mask)
     with pytest.raises(ValueError, match="do not belong together"):
         torch.ops.eyas.attention(query, key, value, mask[..., :79], None)
+
+
+@pytest.mark.parametrize(("count", "few"), [(1, True), (6, True), (40, False)])
+def test_few_rows_of_a_tuned_model_come_here(count: int, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, run_kernel = [], attention._run
+    monkeypatch.setattr(attention, "_run", lambda *args: calls.append(args[1].shape[2]) or run_kernel(*args))
+    model = zoo.case("llama").build()
+    layers = model.config.num_hidden_layers
+    tuning.tune(model, smallest=0)
+    calls.clear()
+    mask = torch.ones(2, 1, count, count, dtype=torch.bool).tril()
+    ids = torch.arange(2 * count).view(2, count)
+    got = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    assert calls == ([count] * layers if few else [])
+    want = zoo.case("llama").model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 def elsewhere(code: str, **environment: str) -> str:

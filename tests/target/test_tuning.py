@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers as tf
 import zoo
 from torch import nn
@@ -264,6 +265,47 @@ def test_an_untuned_model_of_the_same_class_is_not_touched() -> None:
     tune(zoo.case("llama").build(), smallest=0)
     assert other.config._attn_implementation == "sdpa"
     assert not any(isinstance(module, PackedLinear) for module in other.modules())
+
+
+class Strict(nn.Module):
+    """Runs on tokens, and does with a layer's result what is possible with a whole one only, or more than once."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.how, self.calls = how, 0
+        self.embed, self.q, self.k = nn.Embedding(8, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.config = SimpleNamespace(get_text_config=lambda decoder: SimpleNamespace(_attn_implementation="eager"))
+        self.requires_grad_(False)
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
+        x, self.calls = self.embed(input_ids), self.calls + 1
+        if self.how == "more than tokens":
+            raise TypeError("where are the pixels?")
+        q, k = self.q(x), self.k(x)
+        if self.how == "flat":
+            q = q.view(-1)
+        elif self.how == "another result" and self.calls > 1:
+            k = k + 100
+        return SimpleNamespace(logits=q.reshape(x.shape) + k)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("flat", "fails with parts of one product: view size"),
+        ("another result", "computes something else"),
+        ("more than tokens", "does not run on tokens alone: where are the pixels?"),
+    ],
+)
+def test_a_model_that_cannot_do_with_parts_has_its_layers_one_by_one_and_says_so(how: str, reason: str) -> None:
+    supported(torch.float32)
+    model = Strict(how)
+    done = tune(model, smallest=0)
+    assert done.packed == 2
+    assert reason in done.reasons[0] and "one by one" in done.reasons[0]
+    assert len(model.q.siblings.layers) == len(model.k.siblings.layers) == 1
+    x = torch.randn(2, 3, 32)
+    torch.testing.assert_close(model.q(x), F.linear(x, model.q.weight, model.q.bias), rtol=1e-5, atol=1e-5)
 
 
 # Compiled

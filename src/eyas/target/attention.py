@@ -24,9 +24,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from eyas.target.operations import register
 from eyas.target.smollm2 import build_once, cache_folder
 
-OP = "eyas::attention"
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp")
 COMPILERS = ("g++", "c++", "clang++")
@@ -144,16 +144,9 @@ def _shape(
     return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
 
 
-def _register() -> None:
-    """One operation of PyTorch's, so that a compiled graph calls it. It lives as long as the process."""
-    if not hasattr(torch.ops.eyas, "attention"):
-        schema = "(Tensor query, Tensor key, Tensor value, Tensor mask, float? scale=None) -> Tensor"
-        torch.library.define(OP, schema, tags=torch.Tag.pt2_compliant_tag)
-        torch.library.impl(OP, "CPU", _attention)
-        torch.library.impl(OP, "Meta", _shape)
-
-
-_register()
+ATTENTION = register(
+    "attention(Tensor query, Tensor key, Tensor value, Tensor mask, float? scale=None) -> Tensor", _attention, _shape
+)
 
 
 # The kernel

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from eyas.target.operations import register
+
 SMALLEST = 1 << 16  # elements; below, a call of oneDNN costs more than the layout saves
 MARGIN = 2 << 30  # bytes of memory that packing must leave free, for the cache and everybody else
 ROWS = 8  # what the layout is chosen for; it serves any number of rows
 FEWEST = 6  # rows: oneDNN takes a sixth longer with one; worth it where compiled code pads them in passing
 PACKED = "_eyas_packed"  # the attribute of a weight that holds its packed copy, or that of its layer's siblings
-OP = "eyas::packed_linears"
 
-Families = Sequence[Sequence[nn.Module]]
+Families = Sequence[Sequence[nn.Linear]]
 
 
 class PackedLinear(nn.Linear):
@@ -54,7 +56,7 @@ class Siblings:
 
     def __init__(self, layers: Sequence[nn.Linear]):
         self.layers = tuple(layers)
-        ends = torch.tensor([layer.weight.shape[0] for layer in layers]).cumsum(0).tolist()
+        ends = list(accumulate(layer.weight.shape[0] for layer in layers))
         self.bounds = tuple(zip([0, *ends[:-1]], ends, strict=True))
         # the input, every layer's output, and who has yet to take theirs: at once, for threads that share a model
         self._held: tuple[torch.Tensor, torch.Tensor, set[int]] | None = None
@@ -112,8 +114,7 @@ def pack_linears(
             f"packing the linear layers takes {needed / 2**30:.1f} GiB, which would leave less than "
             f"{margin / 2**30:.1f} GiB of the {available / 2**30:.1f} GiB of memory that is available",
         )
-    related = {id(layer): Siblings(family) for family in families for layer in family}  # type: ignore[arg-type]
-    related = {id(layer): siblings for siblings in related.values() for layer in siblings.layers}
+    related = {id(layer): siblings for siblings in map(Siblings, families) for layer in siblings.layers}
     for layer in layers:
         if id(layer) in related or not isinstance(layer, PackedLinear):
             layer.__class__ = PackedLinear
@@ -165,6 +166,8 @@ def find_families(model: Any, run: Callable[[], Any], *, smallest: int = SMALLES
     """Layers with one parent and one width that read the very same tensor, one after another, while ``run`` runs."""
     parents = {child: parent for parent in model.modules() for child in parent.children()}
     candidates = [layer for layer in _packable_layers(model, smallest) if layer in parents]
+    if len(candidates) < 2:
+        return []
     calls: list[tuple[nn.Linear, torch.Tensor]] = []
     with _noting(candidates, calls):
         run()
@@ -255,20 +258,9 @@ def _packed_linears_shape(
     return x.new_empty((*x.shape[:-1], sum(weight.shape[0] for weight in weights)))
 
 
-def _register() -> None:
-    """The product as one operation of PyTorch's, so that a compiled graph calls it instead of looking inside.
-
-    Under these low-level calls it costs a compiled graph next to nothing, and lives as long as the process.
-    """
-    if not hasattr(torch.ops.eyas, "packed_linears"):
-        schema = "(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor"
-        torch.library.define(OP, schema, tags=torch.Tag.pt2_compliant_tag)
-        torch.library.impl(OP, "CPU", _packed_linears)
-        torch.library.impl(OP, "Meta", _packed_linears_shape)
-
-
-_register()
-PRODUCT = torch.ops.eyas.packed_linears.default
+PRODUCT = register(
+    "packed_linears(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor", _packed_linears, _packed_linears_shape
+)
 
 
 @cache

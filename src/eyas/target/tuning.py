@@ -11,6 +11,7 @@ It is for models that Eyas loaded itself: somebody else's model keeps the classe
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 import sys
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from eyas.target import attention
 from eyas.target.packing import MARGIN, SMALLEST, find_families, pack_linears
+
+logger = logging.getLogger(__name__)
 
 ATTENTION = "eyas_sdpa"  # the name of `grouped_attention` in a config
 FEW = 64  # query rows that share keys: with more, the products are worth PyTorch's
@@ -50,34 +53,48 @@ def tune(model: Any, *, smallest: int = SMALLEST, margin: int = MARGIN) -> Tunin
     packed, nbytes, unpacked = _pack(model, smallest, margin)
     ungrouped = _group_heads(model)
     slow = attention.prepare() if ungrouped is None else None  # compiled now, the first time on a machine
-    return Tuning(packed, nbytes, ungrouped is None, tuple(reason for reason in (unpacked, ungrouped, slow) if reason))
+    reasons = tuple(reason for reason in (unpacked, ungrouped, slow) if reason)
+    for reason in reasons:
+        logger.info("Not as fast as it could be: %s", reason)
+    return Tuning(packed, nbytes, ungrouped is None, reasons)
 
 
 @torch.no_grad()
 def _pack(model: Any, smallest: int, margin: int) -> tuple[int, int, str | None]:
-    """Packs the linear layers, those that read the same input together if the model computes the same with that.
+    """Packs the linear layers; those that read the same input together, if the model computes the same with that.
 
-    What reads the same is seen on a few tokens. A model that does not run on these alone has none that do.
+    What reads the same is seen on a few tokens.
     """
-    tokens = torch.arange(3)[None]
-
-    def run() -> torch.Tensor:
-        return model(input_ids=tokens, use_cache=False).logits.float()
-
+    before: list[torch.Tensor] = []
     try:
-        before: list[torch.Tensor] = []
-        families = find_families(model, lambda: before.append(run()), smallest=smallest)
-    except Exception:
-        families = []
+        families = find_families(model, lambda: before.append(_few_logits(model)), smallest=smallest)
+    except Exception as error:  # whatever it is that this model wants beside tokens
+        done = pack_linears(model, smallest=smallest, margin=margin)
+        return _explained(done, f"the model does not run on tokens alone: {error}")
     done = pack_linears(model, smallest=smallest, margin=margin, families=families)
+    if not families or not done[0] or (reason := _changed(model, before[0])) is None:
+        return done
+    alone = [[layer] for family in families for layer in family]
+    return _explained(pack_linears(model, smallest=smallest, margin=margin, families=alone), reason)
+
+
+def _few_logits(model: Any) -> torch.Tensor:
+    return model(input_ids=torch.arange(3)[None], use_cache=False).logits.float()
+
+
+def _changed(model: Any, before: torch.Tensor) -> str | None:
+    """Why the model cannot do with parts of wider results: it fails, or computes something else than before."""
     try:
-        if families and done[0] and not torch.allclose(run(), before[0], rtol=0.1, atol=0.1 * float(before[0].std())):
-            raise ValueError("its results differ")
-    except Exception as error:  # code that cannot take a part of a wider result
-        alone = [[layer] for family in families for layer in family]
-        packed, nbytes, _ = pack_linears(model, smallest=smallest, margin=margin, families=alone)
-        return packed, nbytes, f"layers that read the same are multiplied one by one: {error}"
-    return done
+        after = _few_logits(model)
+    except Exception as error:
+        return f"the model fails with parts of one product: {error}"
+    alike = torch.allclose(after, before, rtol=0.1, atol=0.1 * float(before.std()))
+    return None if alike else "the model computes something else with parts of one product"
+
+
+def _explained(done: tuple[int, int, str | None], reason: str) -> tuple[int, int, str | None]:
+    packed, nbytes, unpacked = done
+    return packed, nbytes, unpacked or f"layers that read the same are multiplied one by one: {reason}"
 
 
 # Attention
@@ -106,7 +123,7 @@ def grouped_attention(
     batch, heads, count, size = query.shape
     groups = key.shape[1]
     if heads // groups * count <= FEW and attention.supported(query, key, value, attention_mask):
-        return torch.ops.eyas.attention(query, key, value, attention_mask, scaling), None
+        return attention.ATTENTION(query, key, value, attention_mask, scaling), None
     rows = query.reshape(batch, groups, heads // groups * count, size)  # the heads of a group are neighbours
     if attention_mask.shape[2] > 1:
         attention_mask = attention_mask.repeat(1, 1, heads // groups, 1)
