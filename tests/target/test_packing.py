@@ -345,6 +345,14 @@ def test_a_sibling_called_by_itself_or_on_something_else_is_right_too() -> None:
             torch.testing.assert_close(made(value), want(value), rtol=1e-5, atol=1e-5)
 
 
+def test_an_input_written_to_between_two_siblings_is_read_anew() -> None:
+    model, plain = family_block()
+    x = torch.randn(2, 48)
+    model.q(x)
+    x.mul_(-2.0)
+    torch.testing.assert_close(model.k(x), plain.k(x), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 @pytest.mark.parametrize("what", ["weight", "bias"])
 def test_a_write_to_one_sibling_is_noticed_by_all(which: str, what: str) -> None:

@@ -58,8 +58,8 @@ class Siblings:
         self.layers = tuple(layers)
         ends = list(accumulate(layer.weight.shape[0] for layer in layers))
         self.bounds = tuple(zip([0, *ends[:-1]], ends, strict=True))
-        # the input, every layer's output, and who has yet to take theirs: at once, for threads that share a model
-        self._held: tuple[torch.Tensor, torch.Tensor, set[int]] | None = None
+        # an input and its version, every layer's output, who has yet to take theirs: at once, for threads on one model
+        self._held: tuple[torch.Tensor, int | None, torch.Tensor, set[int]] | None = None
 
     def parameters(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """Weights and biases as they are now."""
@@ -70,7 +70,7 @@ class Siblings:
         if torch.compiler.is_compiling():  # the same for every sibling: the compiler makes one of them
             out = self._traced(x)
         elif len(self.layers) == 1:
-            return _packed_linears(x, *self.parameters())
+            out = _packed_linears(x, *self.parameters())
         else:
             out = self._together(layer, x)
         if len(self.layers) == 1:
@@ -86,14 +86,14 @@ class Siblings:
         return PRODUCT(padded, *self.parameters())[:rows].reshape(*x.shape[:-1], -1)
 
     def _together(self, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        held = self._held
-        if held is None or held[0] is not x:
+        held, version = self._held, None if x.is_inference() else x._version
+        if held is None or held[0] is not x or held[1] != version:
             out = _packed_linears(x, *self.parameters())
-            held = self._held = (x, out, {id(sibling) for sibling in self.layers})
-        held[2].discard(id(layer))
-        if not held[2]:
+            held = self._held = (x, version, out, {id(sibling) for sibling in self.layers})
+        held[3].discard(id(layer))
+        if not held[3]:
             self._held = None
-        return held[1]
+        return held[2]
 
 
 def pack_linears(
