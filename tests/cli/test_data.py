@@ -2,6 +2,10 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,6 +55,48 @@ def test_data_through_a_server(eyas: Any, target: Path, prompts: Path, tmp_path:
     assert {here.decode(row.ids[row.mask]) for row in found} == {"w5 w6 w7 w8 <end>"}
 
 
+def test_what_prompts_are_steered_by_reaches_the_target(
+    eyas: Any, target: Path, tmp_path: Path, server: talkers.Server
+) -> None:
+    (tmp_path / "topics.txt").write_text("w20 w21 w22\n\n w23 w24 w25 \n")
+    steered = ("--kind", "write", "--topics", tmp_path / "topics.txt", "--system", "w9 w9", "--max-prompt-tokens", 9)
+    sampled = ("--prompt-temperatures", 0.5, "--temperatures", "0.25", "--top-p", 0.75, "--max-answer-tokens", 11)
+    server.repeats = "w5"
+    command = ("data", target, "--out", tmp_path / "d", "--endpoint", server.url, "--conversations", 6)
+    assert eyas(*command, *steered, *sampled).code == 0
+    here, asked = tiny.tokenizer(), server.asked[1:]  # the first one only finds out what the server can do
+    texts = {request["temperature"]: "" for request in asked}
+    for request in asked:
+        text = here.decode(request["prompt"])
+        assert text.startswith("system w9 w9 user") and request["top_p"] == 0.75
+        assert request["max_tokens"] == (9 if request["temperature"] == 0.5 else 11)
+        texts[request["temperature"]] += f"{text}\n"
+    assert set(texts) == {0.5, 0.25} and re.search("w20 w21|w23 w24", texts[0.25])
+    recipe = json.loads((tmp_path / "d" / "manifest.json").read_text())["recipe"]
+    assert (recipe["kinds"], recipe["systems"]) == (["write"], ["w9 w9"])
+
+
+def test_being_told_to_end_is_like_ctrl_c(
+    eyas: Any, target: Path, prompts: Path, tmp_path: Path, server: talkers.Server
+) -> None:
+    """What there is becomes a shard, and the same command goes on from it."""
+    folder = tmp_path / "d"
+    command = ("data", target, "--out", folder, "--prompts", prompts, "--endpoint", server.url, "--concurrency", 1)
+    server.delay = 0.3
+    running = subprocess.Popen([sys.executable, "-m", "eyas", *map(str, command)], stderr=subprocess.PIPE)
+    journal, deadline = folder / "data-00000.jsonl", time.monotonic() + 60
+    while not (journal.is_file() and journal.read_bytes().count(b"\n") >= 2):
+        assert time.monotonic() < deadline and running.poll() is None
+        time.sleep(0.01)
+    running.send_signal(signal.SIGTERM)
+    assert b"Traceback" not in running.communicate(timeout=60)[1] and running.returncode == 130
+    found = Dataset.open(folder)
+    assert 2 <= len(found) < 6 and not found.manifest.complete and not journal.exists()
+    server.delay = 0
+    assert eyas(*command).code == 0
+    assert sorted(row.provenance["line"] for row in Dataset.open(folder)) == [1, 2, 3, 4, 5, 6]
+
+
 def test_show_tells_whose_tokens_they_are(
     eyas: Any, target: Path, prompts: Path, tmp_path: Path, server: talkers.Server
 ) -> None:
@@ -77,6 +123,8 @@ def test_show_tells_whose_tokens_they_are(
         (("--temperatures", "-1"), "temperature must be >= 0"),
         (("--chat-template-kwargs", "[1]"), "takes a JSON object"),
         (("--conversations", 0), "at least 1"),
+        (("--concurrency", 0), "--concurrency must be at least 1, got 0"),
+        (("--max-length", 0), "conversations 32"),
         (("--keep-answers",), "only where a file has some"),
         (("--show", -1), "--show takes"),
         (("--endpoint", "ftp://x"), "--endpoint is an address"),

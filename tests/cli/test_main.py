@@ -92,7 +92,7 @@ try:
     main(sys.argv[1:])
 except SystemExit as left:
     assert not left.code, left.code
-heavy = {"torch", "transformers", "numpy", "huggingface_hub"} & set(sys.modules)
+heavy = {"torch", "transformers", "numpy", "huggingface_hub", "accelerate", "pyarrow", "httpx"} & set(sys.modules)
 print(*sorted(heavy), file=sys.stderr)
 """
 

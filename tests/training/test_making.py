@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ def test_a_target_that_talks_to_itself(tmp_path: Path) -> None:
 )
 def test_a_target_that_writes_nothing_of_use_is_told_so(tmp_path: Path, said: Any, reason: str) -> None:
     who = Scripted(lambda text: said)
-    with pytest.raises(DataError, match=f"Of 64 conversations 0 can be used: {reason}") as failed:
+    with pytest.raises(DataError, match=f"Of the last 64 conversations 0 can be used: {reason}") as failed:
         make_data(TARGET, commission(tmp_path, kinds=("free",), concurrency=4), lambda chat: who)
     assert "too long for me" in str(failed.value) or reason != "refused prompt"
 
@@ -127,6 +128,19 @@ def test_the_same_prompt_again_is_dropped(tmp_path: Path) -> None:
     prompts = [row.provenance["prompt"] for row in made]
     assert len(prompts) == len(set(prompts)) == 20
     assert made.manifest.dropped["near-duplicate prompt"] > 10
+
+
+def test_a_target_that_knows_so_much_and_no_more_is_not_asked_for_ever(tmp_path: Path) -> None:
+    known, asked = [f"Tell me {talkers.utterance(str(number))}" for number in range(100)], count()
+
+    def say(text: str) -> str:
+        return known[min(next(asked), 99)] if asks(text) else "Well, it is so."
+
+    wanted = commission(tmp_path, conversations=200, kinds=("free",), systems=())
+    with pytest.raises(DataError, match=r"Of the last 256 conversations [0-5] can be used: near-duplicate prompt"):
+        make_data(TARGET, wanted, lambda chat: Scripted(say))
+    assert len(Dataset.open(wanted.out)) > 50  # what was written stays
+    assert next(asked) < 600
 
 
 def test_what_acceptance_is_measured_on_is_never_trained_on(tmp_path: Path) -> None:

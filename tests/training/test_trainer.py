@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,8 @@ def test_learning_rates() -> None:
     assert all(a >= b for a, b in pairwise(rates[9:]))
     flat = TrainConfig("t", "d", "o", learning_rate=1.0, warmup=0.0, schedule="constant")
     assert {learning_rate(flat, step, 10) for step in range(10)} == {1.0}
+    straight = replace(made, schedule="linear")
+    assert [learning_rate(straight, step, 100) for step in (10, 55, 99)] == pytest.approx([1.0, 0.5, 1 / 90])
 
 
 # Bad input
@@ -270,6 +273,17 @@ def test_folders_that_are_in_use(config: Config, tmp_path: Path, data: Path) -> 
     refused(config(out=tmp_path / "done", max_steps=2, data=tmp_path / "more", resume=True), UsageError, "has changed")
 
 
+def test_another_number_of_devices(config: Config, tmp_path: Path) -> None:
+    """They would share the batches otherwise: some would be skipped, others taken twice."""
+    train(config(max_steps=2))
+    folder = tmp_path / "out" / "training"
+    state = trainer.checkpoint.load(folder)
+    assert state.data["devices"] == 1
+    state.data["devices"] = 2
+    trainer.checkpoint.save(folder, state)
+    refused(config(max_steps=2, resume=True), UsageError, "begun on 2 devices, and now there are 1")
+
+
 def test_a_full_disk_keeps_the_checkpoint_before(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,7 +299,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(
         patch.setattr(torch, "save", full)
         refused(config(epochs=2, save_every=4), TrainingError, "No space left", "one before it is kept")
     assert trainer.checkpoint.load(tmp_path / "out" / "training").step == 4
-    assert [p.name for p in (tmp_path / "out" / "training").iterdir() if p.name.startswith(".")] == []
+    assert [p.name for p in (tmp_path / "out" / "training").rglob("*") if p.name.startswith(".")] == []
     train(config(out=tmp_path / "whole", epochs=2, save_every=4))
     train(config(epochs=2, save_every=4, resume=True))
     assert same(tmp_path / "whole", tmp_path / "out")

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine.harness import DRAFTERS, lively
 
 from eyas.drafter.contract import TrueStates
 from eyas.drafter.eagle3 import Eagle3Drafter, chain_tokens
@@ -20,13 +21,7 @@ VOCAB, HIDDEN, STEPS = 60, 32, 4
 KINDS: dict[str, dict[str, Any]] = {
     "standard": {},
     "reduced vocabulary": {"draft_vocab_size": 25},
-    "two layers, all norms": {
-        "num_hidden_layers": 2,
-        "norm_output": True,
-        "fc_norm": True,
-        "norm_before_residual": True,
-        "qk_norm": True,
-    },
+    "two layers, all norms": DRAFTERS["two layers, all norms"],
     "biases, llama3 RoPE, many heads": {
         "attention_bias": True,
         "num_attention_heads": 8,
@@ -45,15 +40,10 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def model_of(kind: str = "standard") -> Eagle3Model:
-    """Weights at which everything makes a difference."""
-    model = untrained(HIDDEN, 8, VOCAB, **KINDS[kind])
+    model = lively(untrained(HIDDEN, 8, VOCAB, **KINDS[kind]))
     generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in model.parameters():
-            noise = torch.randn(weight.shape, generator=generator)
-            weight.copy_(1 + 0.2 * noise if weight.dim() == 1 else 1.5 * noise * weight.shape[-1] ** -0.5)
-        size = model.config.draft_vocab_size
-        model.draft_to_target.copy_(torch.randperm(VOCAB, generator=generator)[:size].sort().values)
+    size = model.config.draft_vocab_size
+    model.draft_to_target.copy_(torch.randperm(VOCAB, generator=generator)[:size].sort().values)
     embed = torch.randn(VOCAB, HIDDEN, generator=generator)
     model.bind(embed, embed)
     return model

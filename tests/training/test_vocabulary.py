@@ -21,11 +21,13 @@ def test_counts_what_the_target_wrote(tmp_path: Path) -> None:
         row([4, 5, 6, 7, 8], ".x.x."),
         row([9] * 20, "." + "x" * 19),
         row([3, 3, 5], "x.x"),
+        row([3, 5, 1], "xx."),  # what could be drafted here has no root
     ]
     found = survey(sets.write(tmp_path / "d", rows), max_length=10)
     assert found.rows.tolist() == [0] and found.lengths.tolist() == [4] and found.prompts.tolist() == [1]
+    assert found.written.tolist() == [3]
     assert found.counts[[1, 2, 3, 9]].tolist() == [0, 1, 2, 0], "not prompts, nor rows that are left out"
-    assert (found.too_long, found.too_short) == (1, 2)
+    assert (found.too_long, found.too_short) == (1, 3)
 
 
 def test_the_most_frequent_and_what_ends_an_answer() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from eyas.training.making import Making
 
 HERE, ENDPOINT = 32, 64  # conversations at a time
-PROMPTS, ANSWERS = "Prompts", "Answers"
+_prompts: Callable[..., Any] = partial(typer.Option, rich_help_panel="Prompts")
+_answers: Callable[..., Any] = partial(typer.Option, rich_help_panel="Answers")
+_server: Callable[..., Any] = partial(typer.Option, rich_help_panel="Server")
 
 
 @spread
@@ -46,72 +49,52 @@ def data(
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(
+        _prompts(
             metavar="FILE",
             help="JSON lines with messages, ShareGPT conversations or a prompt. Default: the target asks itself.",
-            rich_help_panel=PROMPTS,
         ),
     ] = None,
     keep_answers: Annotated[
         bool,
-        typer.Option(
-            "--keep-answers", help="The answers in --prompts are the target's own already.", rich_help_panel=PROMPTS
-        ),
+        _prompts("--keep-answers", help="The answers in --prompts are the target's own already."),
     ] = False,
     kind: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="KIND", help="Only prompts of this kind: code, maths, ... (repeatable).", rich_help_panel=PROMPTS
-        ),
+        _prompts(metavar="KIND", help="Only prompts of this kind: code, maths, ... (repeatable)."),
     ] = None,
     topics: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="What to ask about, one topic a line.", rich_help_panel=PROMPTS),
+        _prompts(metavar="FILE", help="What to ask about, one topic a line."),
     ] = None,
     system: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="TEXT",
-            help="The system message; several are mixed. Default: several, and none.",
-            rich_help_panel=PROMPTS,
-        ),
+        _prompts(metavar="TEXT", help="The system message; several are mixed. Default: several, and none."),
     ] = None,
     prompt_temperatures: Annotated[
-        str, typer.Option(metavar="T,T,...", help="Of the target when it asks, mixed.", rich_help_panel=PROMPTS)
+        str, _prompts(metavar="T,T,...", help="Of the target when it asks, mixed.")
     ] = "0.7,1",
-    max_prompt_tokens: Annotated[
-        int, typer.Option(help="Longest prompt that the target writes.", rich_help_panel=PROMPTS)
-    ] = 192,
-    temperatures: Annotated[
-        str, typer.Option(metavar="T,T,...", help="Of the answers, mixed.", rich_help_panel=ANSWERS)
-    ] = "0,0.3,0.7,1",
-    top_p: Annotated[
-        float, typer.Option(help="Only the likeliest tokens that make up p.", rich_help_panel=ANSWERS)
-    ] = 1.0,
-    max_answer_tokens: Annotated[int, typer.Option(help="Longest answer.", rich_help_panel=ANSWERS)] = 512,
+    max_prompt_tokens: Annotated[int, _prompts(help="Longest prompt that the target writes.")] = 192,
+    temperatures: Annotated[str, _answers(metavar="T,T,...", help="Of the answers, mixed.")] = "0,0.3,0.7,1",
+    top_p: Annotated[float, _answers(help="Only the likeliest tokens that make up p.")] = 1.0,
+    max_answer_tokens: Annotated[int, _answers(help="Longest answer.")] = 512,
     max_length: Annotated[
         int | None,
-        typer.Option(help="Longest conversation, in tokens.", show_default="2048", rich_help_panel=ANSWERS),
+        _answers(help="Longest conversation, in tokens.", show_default="2048"),
     ] = None,
     chat_template_kwargs: Annotated[
         str | None,
-        typer.Option(metavar="JSON", help="""Such as '{"enable_thinking": false}'.""", rich_help_panel=ANSWERS),
+        _answers(metavar="JSON", help="""Such as '{"enable_thinking": false}'."""),
     ] = None,
     seed: Annotated[int, typer.Option(help="Another one makes other conversations.")] = 0,
     endpoint: Annotated[
         str | None,
-        typer.Option(
+        _server(
             metavar="URL",
             help="Let a server answer (SGLang, vLLM, ...; its key from OPENAI_API_KEY). Default: the target runs here.",
-            rich_help_panel="Server",
         ),
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="The server's name for it, if it serves several.", rich_help_panel="Server")
-    ] = None,
-    retries: Annotated[
-        int, typer.Option(help="How often to ask again a server that fails.", rich_help_panel="Server")
-    ] = 8,
+    model: Annotated[str | None, _server(help="The server's name for it, if it serves several.")] = None,
+    retries: Annotated[int, _server(help="How often to ask again a server that fails.")] = 8,
     concurrency: Annotated[
         int | None, typer.Option(help="Conversations at a time.", show_default=f"{HERE}; of a server {ENDPOINT}")
     ] = None,
@@ -165,9 +148,9 @@ def data(
             top_p=top_p,
             max_answer_tokens=max_answer_tokens,
             max_prompt_tokens=max_prompt_tokens,
-            max_length=max_length or Settings.max_length,
+            max_length=Settings.max_length if max_length is None else max_length,
         ),
-        concurrency=concurrency or (ENDPOINT if endpoint else HERE),
+        concurrency=(ENDPOINT if endpoint else HERE) if concurrency is None else concurrency,
     )
     stop_cleanly()
     if endpoint is not None:

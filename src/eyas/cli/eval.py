@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 WIDTH = 100
 SMALLEST = 2  # tokens: the context of an engine that only loads the pair
-SIMULATION = "Simulation of other draft shapes"
+_simulation: Callable[..., Any] = partial(typer.Option, rich_help_panel="Simulation of other draft shapes")
 
 
 @spread
@@ -59,22 +60,14 @@ def evaluate(
         str, typer.Option(metavar="T,T,...", help="Of the answers, one after the other; 0 is greedy.")
     ] = "0,1",
     seed: Annotated[int, typer.Option(help="Of answers that are sampled: the n-th prompt has seed + n.")] = 0,
-    no_simulate: Annotated[
-        bool, typer.Option("--no-simulate", help="Measure only.", rich_help_panel=SIMULATION)
-    ] = False,
-    steps: Annotated[
-        str, typer.Option(metavar="N,N,...", help="Depths.", rich_help_panel=SIMULATION)
-    ] = "1,2,3,4,5,6,7,8",
-    topk: Annotated[
-        str, typer.Option(metavar="N,N,...", help="Candidates per position; 1 is a chain.", rich_help_panel=SIMULATION)
-    ] = "1,2,4,8",
+    no_simulate: Annotated[bool, _simulation("--no-simulate", help="Measure only.")] = False,
+    steps: Annotated[str, _simulation(metavar="N,N,...", help="Depths.")] = "1,2,3,4,5,6,7,8",
+    topk: Annotated[str, _simulation(metavar="N,N,...", help="Candidates per position; 1 is a chain.")] = "1,2,4,8",
     draft_tokens: Annotated[
         str,
-        typer.Option(metavar="N,N,...", help="Tokens of a tree that are verified at once.", rich_help_panel=SIMULATION),
+        _simulation(metavar="N,N,...", help="Tokens of a tree that are verified at once."),
     ] = "4,8,16,32",
-    check: Annotated[
-        int, typer.Option(metavar="N", help="Run N of these shapes for real too.", rich_help_panel=SIMULATION)
-    ] = 0,
+    check: Annotated[int, _simulation(metavar="N", help="Run N of these shapes for real too.")] = 0,
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Tables as Markdown, for a model card.", rich_help_panel=OUTPUT)
     ] = False,

@@ -232,7 +232,7 @@ def _client(base: str, concurrency: int) -> httpx.AsyncClient:
     try:
         import httpx
     except ImportError as error:
-        raise DataError("Endpoints need httpx: pip install httpx.") from error
+        raise DataError("Endpoints need httpx: install the extra eyas[train].") from error
     key = os.environ.get(KEY)
     return httpx.AsyncClient(
         base_url=base,

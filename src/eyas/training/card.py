@@ -69,22 +69,23 @@ def _acceptance(state: State, steps: int, tokens: int) -> str:
     if not state.best:
         return "Not measured while it was trained; `eyas eval` does.\n"
     best = state.best
-    rates = " | ".join(f"{rate:.3f}" for rate in best["acceptance_rates"])
+    rates = ", ".join(f"{rate:.3f}" for rate in best["acceptance_rates"])
     tasks = [(f"acceptance length, {task}", f"{length:.2f}") for task, length in best["by_task"].items()]
     rows = [("acceptance length, all prompts", f"**{best['acceptance_length']:.2f}**"), *tasks]
-    rows.append(("acceptance rate by position", rates.replace(" | ", ", ")))
+    rows.append(("acceptance rate by position", rates))
     return (
         f"Tokens for each verify step of the target, bonus token included: greedy chains of {steps}, answers of up to "
-        f"{tokens} tokens, by real decoding in Eyas after {best['step']:,} updates. None of these prompts was trained "
-        f"on.\n\n{_table(rows)}"
+        f"{tokens} tokens, by real decoding in Eyas after {best['step']:,} updates. Rows of the data that prompts were "
+        f"taken from were held out; this drafter was chosen among others by this very figure.\n\n{_table(rows)}"
     )
 
 
 def _drafter(prepared: Prepared) -> list[tuple[str, Any]]:
     model = prepared.model
     covered = vocabulary.coverage(prepared.found.counts, model.draft_to_target.cpu().numpy())
+    dtype = str(prepared.target.dtype).removeprefix("torch.")
     return [
-        ("weights", f"{sum(w.numel() for w in model.parameters()):,}, in {str(prepared.target.dtype)[6:]}"),
+        ("weights", f"{sum(w.numel() for w in model.parameters()):,}, in {dtype}"),
         ("decoder layers", model.config.num_hidden_layers),
         ("states of the target it is fed", f"entering layers {', '.join(map(str, model.aux_layer_ids))}"),
         ("draft vocabulary", f"{model.config.draft_vocab_size:,} tokens, {covered:.2%} of the answers in the data"),
@@ -100,24 +101,25 @@ def _data(prepared: Prepared) -> list[tuple[str, Any]]:
         ("answers by", f"{manifest.target} itself" + (f" ({sampling})" if sampling else "")),
         ("conversations", f"{len(found.rows):,} trained on, {len(prepared.held_out):,} held out"),
         ("where they come from", sources or "not said"),
-        ("tokens", f"{int(found.lengths.sum()):,}, of which the target wrote {int(found.counts.sum()):,}"),
+        ("tokens", f"{int(found.lengths.sum()):,}, of which the target wrote {int(found.written.sum()):,}"),
     ]
 
 
 def _recipe(prepared: Prepared, state: State) -> list[tuple[str, Any]]:
     config = prepared.config
     rows: list[tuple[str, Any]] = [(name, getattr(config, name)) for name in RECIPE]
-    begun = f"the drafter {folder_name(config.drafter)}" if config.drafter else "the target's last layer, norm and head"
+    begun = (
+        f"the drafter {folder_name(config.drafter)}"
+        if config.drafter
+        else "the target's last layer, norm and head where they fit"
+    )
     where = f"{prepared.accelerator.num_processes} x {prepared.target.device.type}"
     rows += [
         ("started from", begun),
         ("optimiser", "AdamW, betas 0.9 and 0.95"),
         ("updates", f"{state.step:,} of {prepared.steps:,}"),
         ("tokens seen", f"{state.tokens:,}"),
-        (
-            "time",
-            f"{state.seconds / 60:.0f} minutes on {where}",
-        ),
+        ("time", f"{state.seconds / 60:.0f} minutes on {where}"),
         ("multiplied in", str(prepared.frozen.dtype).removeprefix("torch.")),
     ]
     return rows

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from eyas.drafter.folder import appearing
 from eyas.training.config import TrainConfig, TrainingError
 
 FOLDER, FILE, FORMAT = "checkpoint", "state.pt", 1
@@ -32,12 +31,17 @@ class State:
 
 def save(folder: Path, state: State) -> None:
     """Replaces the checkpoint in ``folder``. Raises TrainingError where it cannot, and the one before is kept."""
+    path = folder / FOLDER / FILE
+    draft = path.with_name(f".{FILE}.part")
     try:
-        with appearing(folder / FOLDER) as new, (new / FILE).open("wb") as file:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with draft.open("wb") as file:
             torch.save({"format": FORMAT, **vars(state)}, file)
             file.flush()
             os.fsync(file.fileno())
+        draft.replace(path)  # at no time is there none
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError where the disk is full
+        draft.unlink(missing_ok=True)
         raise TrainingError(
             f"The checkpoint of step {state.step:,} cannot be written to {folder}: {' '.join(str(error).split())}. "
             "The one before it is kept: make room, and resume."
@@ -61,7 +65,10 @@ def load(folder: Path) -> State:
             raise ValueError("it was written by another version of Eyas")
         return State(**content)
     except Exception as error:
-        raise TrainingError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}.") from error
+        raise TrainingError(
+            f"{path} cannot be read: {' '.join(str(error).split())[:200]}. Restore it, or start another training from "
+            "the drafter beside it, if there is one (--drafter, and another --out)."
+        ) from error
 
 
 def begun(config: TrainConfig, data: dict[str, Any]) -> State:

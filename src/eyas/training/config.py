@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal
 
 from eyas.core import EyasError, UsageError
@@ -166,9 +164,6 @@ class TrainConfig:
         except ValueError:
             raise UsageError(f"aux_layers takes numbers with commas between them, got {self.aux_layers!r}.") from None
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2) + "\n"
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
         """Raises UsageError for keys that are no fields."""
@@ -178,7 +173,7 @@ class TrainConfig:
 
     def check_same(self, before: TrainConfig) -> None:
         """Raises UsageError where resuming with these settings would not be the training that was begun."""
-        for field in dataclasses.fields(self):
+        for field in fields(self):
             new, old = getattr(self, field.name), getattr(before, field.name)
             if field.name not in MAY_CHANGE and new != old:
                 raise UsageError(

@@ -12,7 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,7 +136,7 @@ class Dataset:
             raise DataError(f"{folder} holds no rows yet: let `eyas data` finish at least one shard.")
         return made
 
-    @property
+    @cached_property
     def lengths(self) -> np.ndarray:
         """int32 [rows], tokens of each row."""
         return np.concatenate([shard.lengths for shard in self._shards])
@@ -398,7 +398,7 @@ class DatasetWriter:
 
     def _write_down(self, line: bytes) -> None:
         """A whole line or, on a full disk, none."""
-        size = self._journal.tell()
+        size = self._journal.seek(0, os.SEEK_END)  # behind a line that failed, tell() is not where the file ends
         try:
             while line:
                 line = line[self._journal.write(line) :]

@@ -125,10 +125,10 @@ def builtin_prompts(llm: LLM, tasks: Sequence[str] = (), limit: int | None = Non
     return _encoded(llm, {task: [_question(text) for text in texts] for task, texts in chosen.items()})
 
 
-def prompts_of(llm: LLM, files: Sequence[Path], limit: int | None = None, room: int = 1) -> Prompts:
+def prompts_of(llm: LLM, files: Sequence[Path], limit: int | None = None) -> Prompts:
     """Those of JSON lines, each file a task by its name; of a conversation all up to the last question.
 
-    ``room`` tokens must be left for the answer. DataError for a file that is none, UsageError where nothing is left.
+    Raises DataError for a file that is none, UsageError where nothing is left.
     """
     by_task: dict[str, list[Messages]] = {}
     left_out: dict[str, int] = {}
@@ -139,19 +139,15 @@ def prompts_of(llm: LLM, files: Sequence[Path], limit: int | None = None, room: 
                 left_out[conversation.problem] = left_out.get(conversation.problem, 0) + 1
             elif limit is None or len(found) < limit:
                 found.append(_up_to_the_last_question(conversation.messages))
-    return _encoded(llm, by_task, left_out, room)
+    return _encoded(llm, by_task, left_out)
 
 
-def _encoded(
-    llm: LLM,
-    by_task: Mapping[str, Sequence[Messages]],
-    left_out: Mapping[str, int] | None = None,
-    room: int = 1,
-) -> Prompts:
+def _encoded(llm: LLM, by_task: Mapping[str, Sequence[Messages]], left_out: Mapping[str, int] | None = None) -> Prompts:
+    """Prompts that leave room for an answer, if only of one token."""
     found, dropped = {}, dict(left_out or {})
     for task, conversations in by_task.items():
         prompts = [encode(llm, messages) for messages in conversations]
-        fitting = [p for p in prompts if len(p) + room <= (llm.target.context_length or len(p) + room)]
+        fitting = [p for p in prompts if len(p) < (llm.target.context_length or len(p) + 1)]
         if too_long := len(prompts) - len(fitting):
             why = f"too long for the context of {llm.target.context_length} tokens"
             dropped[why] = dropped.get(why, 0) + too_long

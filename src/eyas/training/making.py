@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from eyas.training.sources import Conversation
 
 SHORTEST_ANSWER = 2  # tokens: one word, and the end
 TRIES = 64  # pieces of work after which a target that writes nothing of use is told so
+RECENT = 4 * TRIES  # the last of them, by which one is judged that has written what it knows
 SHOWN = 400  # characters of a prompt that are kept for those who look at the data
 
 Progress = Callable[["Making"], None]
@@ -240,7 +241,7 @@ class Production:
         self._writer, self._answerer, self._wanted = writer, answerer, wanted
         self._jobs = (job for job in jobs if job[0] not in writer.done)
         self._reasons, self._details = Counter[str](), dict[str, str]()
-        self._kept = 0
+        self._recent: deque[bool] = deque(maxlen=RECENT)  # whether each of the last pieces could be used
         self.progress = Making(conversations=writer.conversations)
 
     async def run(self, concurrency: int, report: Progress) -> None:
@@ -276,21 +277,21 @@ class Production:
             self._reasons[reason] += 1
             self._details.setdefault(reason, why.detail)
             self.progress.dropped += 1
+        self._recent.append(bool(rows))
         self._writer.append(rows, item, reason)
         if rows:
-            self._kept += 1
             self.progress.conversations += 1
             self.progress.loss_tokens += sum(int(np.count_nonzero(row.mask)) for row in rows)
 
     def _give_up_on_nothing(self) -> None:
-        tried = self._kept + self.progress.dropped
-        if tried >= TRIES and self._kept < 0.02 * tried:
+        tried, kept = len(self._recent), sum(self._recent)
+        if tried >= TRIES and kept < 0.02 * tried:
             common = self._reasons.most_common(3)
             reasons = ", ".join(f"{reason} ({count})" for reason, count in common)
             detail = self._details[common[0][0]]
             raise DataError(
-                f"Of {tried} conversations {self._kept} can be used: {reasons}{f': {detail}' if detail else ''}. Other "
-                "prompts (--prompts) or other --prompt-temperatures may do better."
+                f"Of the last {tried} conversations {kept} can be used: {reasons}{f': {detail}' if detail else ''}. "
+                "Other prompts (--prompts) or other --prompt-temperatures may do better."
             )
 
 

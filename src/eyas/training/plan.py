@@ -6,14 +6,14 @@ import resource
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from eyas.training import vocabulary
 from eyas.training.config import TrainConfig
-from eyas.training.trainer import Prepared, Report, Training, prepare, silent
+from eyas.training.trainer import KEPT, Prepared, Report, Training, prepare, silent
 
 MEASURED = 4  # updates, of which the first warms up
 
@@ -41,7 +41,7 @@ class Plan:
 
 def plan(config: TrainConfig, report: Report = silent) -> Plan:
     """Loads everything and makes a few updates that are thrown away. Errors as for ``train``."""
-    prepared = prepare(config, report)
+    prepared = prepare(replace(config, resume=False, track=None), report)
     report("measuring a few updates")
     speed = measured_speed(prepared)
     found, settled, model = prepared.found, prepared.config, prepared.model
@@ -54,7 +54,7 @@ def plan(config: TrainConfig, report: Report = silent) -> Plan:
         held_out=len(prepared.held_out),
         left_out=found.too_long + found.too_short,
         tokens=tokens,
-        written=int(found.counts.sum()),
+        written=int(found.written.sum()),
         draft_vocab_size=model.config.draft_vocab_size,
         coverage=vocabulary.coverage(found.counts, model.draft_to_target.cpu().numpy()),
         parameters=sum(w.numel() for w in model.parameters() if w.requires_grad),
@@ -74,7 +74,7 @@ def measured_speed(prepared: Prepared) -> float:
     """Tokens per second of a few updates, the first of which does not count unless it is the only one."""
     with tempfile.TemporaryDirectory() as folder:
         training = Training(prepared, Path(folder))
-        (Path(folder) / "training").mkdir()
+        (Path(folder) / KEPT).mkdir()
         updates = min(MEASURED, prepared.steps)
         for number in range(updates):
             if number <= 1:

@@ -111,8 +111,13 @@ class Prepared:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What the data must still be when the training is resumed."""
-        return {"rows": len(self.data), "tokens": int(self.data.lengths.sum()), "trained": len(self.found.rows)}
+        """What the data must still be when the training is resumed, and how many devices share its batches."""
+        return {
+            "rows": len(self.data),
+            "tokens": int(self.data.lengths.sum()),
+            "trained": len(self.found.rows),
+            "devices": self.accelerator.num_processes,
+        }
 
 
 def train(config: TrainConfig, report: Report = silent) -> TrainResult:
@@ -191,7 +196,7 @@ def _prepare(
     )
     watch = None
     if config.eval_every and accelerator.is_main_process:
-        prompts = prompts_for(data, held_out, loaded.tokenizer, config.eval_builtin)
+        prompts = prompts_for(data, held_out, loaded.tokenizer, config.eval_builtin, room)
         watch = Watch(prompts, config.eval_steps, config.eval_tokens, ends) if prompts else None
     return Prepared(config, accelerator, target, data, found, held_out, model, frozen, course, watch)
 
@@ -204,8 +209,10 @@ def accelerator_for(config: TrainConfig) -> Accelerator:
         raise UsageError(
             f"The tracker {missing[0]!r} is not installed or unknown; there is {', '.join(there) or 'none'} here."
         )
-    # where accelerate itself would take a GPU, the device asked for decides
+    # where accelerate itself would take a GPU, the device asked for decides; a precision that `accelerate launch` has
+    # from its own settings would scale or round gradients a second time
     made = Accelerator(
+        mixed_precision="no",
         cpu=config.device is not None and config.device.startswith("cpu"),
         log_with=names or None,
         project_dir=str(Path(config.out).expanduser() / KEPT) if names else None,
@@ -420,7 +427,14 @@ class Training:
     def _resumed(self) -> State:
         state = checkpoint.load(self.out / KEPT)
         self.p.config.check_same(TrainConfig.from_dict(state.config))
-        if state.data != self.p.fingerprint:
+        before, now = {"devices": 1, **state.data}, self.p.fingerprint
+        if before["devices"] != now["devices"]:
+            raise UsageError(
+                f"This training was begun on {before['devices']} devices, and now there are {now['devices']}, which "
+                "would share its batches otherwise: resume it on as many, or start another from its drafter "
+                f"(--drafter {self.out}, another --out)."
+            )
+        if before != now:
             raise UsageError(
                 f"{self.p.data.folder} has changed since this training began ({state.data['rows']:,} rows then, "
                 f"{len(self.p.data):,} now): start another from its drafter (--drafter {self.out}, another --out)."

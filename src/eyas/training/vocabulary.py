@@ -20,36 +20,40 @@ class Survey:
     rows: np.ndarray  # int64, the numbers of those that can be trained on
     lengths: np.ndarray  # int32, of the same
     prompts: np.ndarray  # int32, of the same: tokens before the first that the target wrote
+    written: np.ndarray  # int32, of the same: tokens that the target wrote
     counts: np.ndarray  # int64 [V], how often the target wrote each token in them
     too_long: int
     too_short: int  # nowhere did the target write two tokens in a row: nothing can be drafted
 
     def only(self, chosen: np.ndarray) -> Survey:
         """Of some of the rows; ``chosen`` bool. The counts stay."""
-        parts = (self.rows[chosen], self.lengths[chosen], self.prompts[chosen])
+        parts = (self.rows[chosen], self.lengths[chosen], self.prompts[chosen], self.written[chosen])
         return Survey(*parts, self.counts, self.too_long, self.too_short)
 
 
 def survey(data: Dataset, max_length: int | None = None) -> Survey:
     """Raises DataError where nothing is left to train on."""
     counts = np.zeros(data.manifest.vocab_size, np.int64)
-    kept, prompts, long, short = list[int](), list[int](), 0, 0
+    kept, prompts, written, long, short = list[int](), list[int](), list[int](), 0, 0
     for number, row in enumerate(data):
         if max_length is not None and len(row.ids) > max_length:
             long += 1
-        elif not (row.mask[:-1] & row.mask[1:]).any():
+        elif not (row.mask[1:-1] & row.mask[2:]).any():  # behind a first token, which is nothing's draft
             short += 1
         else:
             kept.append(number)
             prompts.append(int(row.mask.argmax()))
-            counts += np.bincount(row.ids[row.mask], minlength=len(counts))
+            answer = row.ids[row.mask]
+            written.append(len(answer))
+            np.add.at(counts, answer, 1)
     if not kept:
         raise DataError(
             f"{data.folder} has nothing to train on: of {len(data):,} rows, {long:,} are longer than {max_length} "
             f"tokens and in {short:,} the target wrote no two tokens in a row."
         )
     rows = np.array(kept, np.int64)
-    return Survey(rows, data.lengths[rows], np.array(prompts, np.int32), counts, long, short)
+    parts = (rows, data.lengths[rows], np.array(prompts, np.int32), np.array(written, np.int32))
+    return Survey(*parts, counts, long, short)
 
 
 def choose(counts: np.ndarray, size: int | None, always: Sequence[int] = ()) -> Ids:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eyas.core import RequestError
+import numpy as np
+
 from eyas.drafter.model import Eagle3Model
 from eyas.engine.stats import AcceptanceStats
 from eyas.target.adapter import HFTarget
@@ -56,24 +57,29 @@ def hold_out(found: Survey, count: int, room: int | None) -> tuple[Survey, list[
     candidates = fitting.nonzero()[0]
     count = min(count, len(candidates), len(found.rows) // 10)
     chosen = candidates[[i * len(candidates) // count for i in range(count)]] if count else candidates[:0]
-    kept = fitting | True
+    kept = np.ones_like(fitting)
     kept[chosen] = False
     return found.only(kept), found.rows[chosen].tolist()
 
 
-def prompts_for(data: Dataset, held_out: Sequence[int], tokenizer: Any, builtin: int) -> dict[str, list[list[int]]]:
-    """Prompts by task: the first turns of held-out rows, and ``builtin`` of the built-in ones, of each task as many."""
+def prompts_for(
+    data: Dataset, held_out: Sequence[int], tokenizer: Any, builtin: int, room: int | None
+) -> dict[str, list[list[int]]]:
+    """Prompts by task: the first turns of held-out rows, and ``builtin`` of the built-in ones, of each task as many.
+
+    ``room``: tokens that a prompt may have; longer ones are left out.
+    """
     rows = [data[number] for number in held_out]
     prompts = {HELD_OUT: [row.ids[: int(row.mask.argmax())].tolist() for row in rows]}
     for number, (task, texts) in enumerate(HELDOUT.items()):
         share = (builtin + len(HELDOUT) - 1 - number) // len(HELDOUT)
         prompts[task] = [encoded(text, tokenizer) for text in texts[:share]] if tokenizer is not None else []
-    return {task: found for task, found in prompts.items() if found}
+    fitting = {task: [ids for ids in found if room is None or len(ids) <= room] for task, found in prompts.items()}
+    return {task: found for task, found in fitting.items() if found}
 
 
 def encoded(text: str, tokenizer: Any) -> list[int]:
     """As a chat would send it; as plain text to a target without a chat template."""
-    try:
-        return encode_chat([{"role": "user", "content": text}], tokenizer, None, None)[0]
-    except RequestError:
+    if not getattr(tokenizer, "chat_template", None):
         return list(tokenizer(text)["input_ids"])
+    return encode_chat([{"role": "user", "content": text}], tokenizer, None)[0]
