@@ -33,6 +33,20 @@ def server() -> Iterator[talkers.Server]:
         yield running
 
 
+@pytest.mark.parametrize("endpoint", [(), ("--endpoint", "http://127.0.0.1:9")])
+def test_without_the_extra_it_says_so_before_the_work(
+    endpoint: tuple[str, ...], eyas: Any, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setattr("eyas.engine.llm.load", lambda *args, **how: pytest.fail("loaded the target first"))
+    needed = (1, "needs pyarrow", "eyas[train]")
+    eyas("data", target, "--out", tmp_path / "d", *endpoint).failed(*needed)
+    assert not (tmp_path / "d").exists()
+    (tmp_path / "made").mkdir()
+    eyas("data", target, "--out", tmp_path / "made", "--show", 1).failed(*needed)
+    eyas("train", target, "--data", tmp_path / "made", "--out", tmp_path / "o").failed(*needed)
+
+
 def test_data_in_process(eyas: Any, target: Path, prompts: Path, tmp_path: Path) -> None:
     command = ("data", target, "--out", tmp_path / "d", "--prompts", prompts, "--max-answer-tokens", 8)
     command = (*command, "--max-length", 64, "--context-length", 128)

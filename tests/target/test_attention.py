@@ -223,7 +223,11 @@ def test_without_a_compiler_it_says_so(tmp_path: Path) -> None:
     broken.write_text("#!/bin/sh\necho error: no space >&2; exit 3\n")
     broken.chmod(0o700)
     assert "does not compile" in elsewhere(ASK, CXX=str(broken), **fresh)
-    assert not list((tmp_path / "kernels").glob("attention-*"))
+    wrong = tmp_path / "wrong"  # links something else
+    wrong.write_text("#!/bin/sh\nfor last; do :; done; echo nothing > $last\n")
+    wrong.chmod(0o700)
+    assert "cannot be loaded" in elsewhere(ASK, CXX=str(wrong), **fresh)
+    assert not list((tmp_path / "kernels").glob("attention-*"))  # what is wrong is not kept
 
 
 def test_it_is_built_once_and_not_taken_from_others(tmp_path: Path) -> None:
@@ -233,8 +237,23 @@ def test_it_is_built_once_and_not_taken_from_others(tmp_path: Path) -> None:
     before = library.stat().st_mtime_ns
     assert elsewhere(ASK, **fresh) == "None"
     assert library.stat().st_mtime_ns == before
+    assert elsewhere(ASK, PATH=str(tmp_path), CXX="", **fresh) == "None"  # it takes a compiler once
     library.chmod(0o666)
     assert "is not this user's alone" in elsewhere(ASK, **fresh)
-    library.chmod(0o600)
-    library.write_bytes(b"no library")
-    assert "cannot be loaded" in elsewhere(ASK, **fresh)
+
+
+def test_a_damaged_one_is_built_anew(tmp_path: Path) -> None:
+    fresh = {"EYAS_CACHE": str(tmp_path)}
+    assert elsewhere(ASK, **fresh) == "None"
+    (library,) = (tmp_path / "kernels").glob("attention-*/a.so")
+    whole = library.read_bytes()
+    for damage in (lambda: os.truncate(library, 4096), library.unlink, lambda: library.write_bytes(b"no library")):
+        damage()
+        assert elsewhere(ASK, **fresh) == "None"
+        assert len(library.read_bytes()) == len(whole)
+
+
+@pytest.mark.parametrize("mask", [0o002, 0o077])
+def test_whatever_the_umask_its_own_is_taken(mask: int, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert elsewhere(f"import os; os.umask({mask}); {ASK}", EYAS_CACHE=str(tmp_path / "cache")) == "None"

@@ -185,7 +185,9 @@ def through_endpoint(
 def in_process(target: str, wanted: Commission, engine: EngineFlags, loading: LoadingFlags, debug: bool) -> Dataset:
     from eyas.training.answering import EngineAnswerer
     from eyas.training.commission import Described, make_data
+    from eyas.training.dataset import require_pyarrow
 
+    require_pyarrow()  # loading takes long
     llm = loading.load(target, None, None, engine, debug=debug)
     if wanted.settings.max_length > llm.context_length:
         notice(f"Conversations get no longer than the context of {llm.context_length} tokens.")

@@ -29,6 +29,7 @@ from eyas.target.smollm2 import build_once, cache_folder
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp")
+LIBRARY, DIGEST = "a.so", "sha256"
 COMPILERS = ("g++", "c++", "clang++")
 TYPES = {torch.float32: 0, torch.bfloat16: 1}  # as eyas_attention numbers them
 PROBLEM = struct.Struct("@5P19qd")
@@ -165,34 +166,48 @@ def _kernel() -> Any:
 
 
 def _built() -> Path:
-    """The compiled kernel, from the cache if it is there."""
+    """The compiled kernel, from the cache if it is there and whole."""
     if not hasattr(os, "getuid"):
         raise Unavailable("the attention kernel is not built on this system")
-    compiler = _compiler()
-    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=60).stdout
-    parts = (SOURCE.read_text(), *compiler, version, *FLAGS, platform.machine(), *_processor())
+    parts = (SOURCE.read_text(), *FLAGS, platform.machine(), *_processor())
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     folder = cache_folder() / "kernels"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     refuse_shared(folder)
     final = folder / f"attention-{key}"
+    if final.is_dir():
+        refuse_shared(final)
+        if _whole(final):
+            refuse_shared(final / LIBRARY)
+            return final / LIBRARY
+        shutil.rmtree(final)  # to load half a library would end the process
+    build_once(final, _build, lambda _what, _done: None)
+    return final / LIBRARY
 
-    def build(_work: Path, result: Path) -> None:
-        # Linked without -fopenmp: PyTorch's OpenMP is the one to use, and a second one would bring its own threads.
-        for command in (
-            [*compiler, *FLAGS, "-c", str(SOURCE), "-o", "a.o"],
-            [*compiler, "-shared", "a.o", "-o", "a.so"],
-        ):
-            made = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=result)
-            if made.returncode:
-                lines = [line for line in made.stderr.splitlines() if "error" in line] or [f"exit {made.returncode}"]
-                raise Unavailable(f"the attention kernel does not compile: {compiler[0]} says {lines[0].strip()}")
-        (result / "a.o").unlink()
 
-    build_once(final, build, lambda _what, _done: None)
-    library = final / "a.so"
-    refuse_shared(library)
-    return library
+def _build(_work: Path, result: Path) -> None:
+    """Compiles into a folder, and tries the kernel there: what is wrong with it is not kept."""
+    compiler = _compiler()
+    result.chmod(0o700)  # whatever the umask: see refuse_shared
+    # Linked without -fopenmp: PyTorch's OpenMP is the one to use, and a second one would bring its own threads.
+    for step in ([*FLAGS, "-c", str(SOURCE), "-o", "a.o"], ["-shared", "a.o", "-o", LIBRARY]):
+        made = subprocess.run([*compiler, *step], capture_output=True, text=True, timeout=300, cwd=result)
+        if made.returncode:
+            lines = [line for line in made.stderr.splitlines() if "error" in line] or [f"exit {made.returncode}"]
+            raise Unavailable(f"the attention kernel does not compile: {compiler[0]} says {lines[0].strip()}")
+    (result / "a.o").unlink()
+    library = result / LIBRARY
+    library.chmod(0o700)
+    if fault := _fault(_load(library)):
+        raise Unavailable(fault)
+    (result / DIGEST).write_text(hashlib.sha256(library.read_bytes()).hexdigest())
+
+
+def _whole(folder: Path) -> bool:
+    try:
+        return hashlib.sha256((folder / LIBRARY).read_bytes()).hexdigest() == (folder / DIGEST).read_text()
+    except OSError:
+        return False
 
 
 def _compiler() -> list[str]:

@@ -53,10 +53,10 @@ def tune(model: Any, *, smallest: int = SMALLEST, margin: int = MARGIN) -> Tunin
     packed, nbytes, unpacked = _pack(model, smallest, margin)
     ungrouped = _group_heads(model)
     slow = attention.prepare() if ungrouped is None else None  # compiled now, the first time on a machine
-    reasons = tuple(reason for reason in (unpacked, ungrouped, slow) if reason)
-    for reason in reasons:
-        logger.info("Not as fast as it could be: %s", reason)
-    return Tuning(packed, nbytes, ungrouped is None, reasons)
+    for level, reason in (logging.INFO, unpacked), (logging.INFO, ungrouped), (logging.WARNING, slow):
+        if reason:
+            logger.log(level, "Decoding is slower than it could be: %s.", reason)
+    return Tuning(packed, nbytes, ungrouped is None, tuple(r for r in (unpacked, ungrouped, slow) if r))
 
 
 @torch.no_grad()

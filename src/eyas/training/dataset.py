@@ -124,6 +124,7 @@ class Dataset:
 
         Data that is still being made can be read as far as its shards go.
         """
+        require_pyarrow()
         folder = Path(folder).expanduser()
         manifest = read_manifest(folder)
         made = cls(folder, manifest, [Shard.open(path) for path in shard_paths(folder)])
@@ -207,11 +208,18 @@ class Shard:
         return rows
 
 
-def _parquet(path: Path) -> pq.ParquetFile:
+def require_pyarrow() -> None:
+    """Raises DataError where it is not installed: before the work, not when its result is to be written."""
     try:
-        import pyarrow.parquet as pq
+        import pyarrow.parquet  # noqa: F401
     except ImportError as error:
         raise DataError("Training data needs pyarrow: install the extra eyas[train].") from error
+
+
+def _parquet(path: Path) -> pq.ParquetFile:
+    require_pyarrow()
+    import pyarrow.parquet as pq
+
     try:
         return pq.ParquetFile(path, page_checksum_verification=True)
     except Exception as error:
@@ -281,6 +289,7 @@ class DatasetWriter:
     """
 
     def __init__(self, folder: str | Path, manifest: Manifest, *, shard_rows: int = SHARD_ROWS):
+        require_pyarrow()
         self.folder, self._shard_rows = Path(folder).expanduser(), shard_rows
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(self.folder)

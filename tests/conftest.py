@@ -2,7 +2,7 @@ import pytest
 import torch
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="session")
 def one_thread():
     """Thousands of tiny operations: threads only get in each other's way."""
     threads = torch.get_num_threads()
