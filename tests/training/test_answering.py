@@ -53,6 +53,7 @@ def test_token_ids_both_ways() -> None:
         assert ask(server.url, [prompt()]) == [expected(prompt())]
         request = server.asked[-1]
     assert request["prompt"] == prompt().ids and request["return_token_ids"]
+    assert request["repetition_detection"] == answering.ENOUGH
     assert {key: request[key] for key in ("temperature", "top_p", "max_tokens", "stop_token_ids", "model", "path")} == {
         "temperature": 0.5,
         "top_p": 0.9,

@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 
+from eyas.training.answering import ENOUGH
 from eyas.training.dataset import Row
 from eyas.training.filters import Seen, end_at_sentence, loop_start, prompt_problem
 from eyas.training.statistics import diversity
@@ -17,6 +18,20 @@ def test_a_loop_is_found_whatever_its_period(period: int) -> None:
     start = loop_start(ids)
     # the stretch that begins where the loop begins comes for the fourth time three periods later
     assert start == len(lead) + 3 * period
+
+
+@pytest.mark.parametrize("period", [1, 5, 16, 17, 40, 128])
+def test_a_server_that_stops_at_repetition_stops_behind_the_cut(period: int) -> None:
+    """vLLM's rule: the last tokens are ``min_count`` times the same ones, of a length between the two sizes."""
+    ids = [*range(1000, 1050), *(n % period for n in range(5 * 128))]
+
+    def repeats(size: int, end: int) -> bool:
+        times = ENOUGH["min_count"]
+        return size * times <= end and ids[end - size * times : end] == ids[end - size : end] * times
+
+    sizes = range(ENOUGH["min_pattern_size"], ENOUGH["max_pattern_size"] + 1)
+    end = next(n for n in range(len(ids)) if any(repeats(size, n) for size in sizes))
+    assert end < len(ids) and loop_start(ids[:end]) == loop_start(ids)
 
 
 def test_ordinary_text_is_no_loop() -> None:
