@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from eyas.core import DraftShape
-from eyas.speculation.cost import AcceptanceRates, CostModel, best, expected_tokens
+from eyas.speculation.cost import AcceptanceRates, CostModel, best, expected_tokens, grid
 
 
 def chain(steps):
@@ -221,3 +221,17 @@ def test_best_puts_the_unknown_last_and_never_prices_plain_above_a_draft():
         model.record("propose", 1, 2, 64, 0.001)
     found = best([chain(2)], model, AcceptanceRates(((0.0,),)), sequences=1, length=64)
     assert found[0].shape is None and found[0].seconds == pytest.approx(0.01)
+
+
+def test_the_grid():
+    shapes = grid((1, 3), (1, 2, 4), (4, 8, 64))
+    assert shapes == [
+        chain(1),
+        chain(3),
+        DraftShape(3, 2, 4),
+        DraftShape(3, 2, 8),
+        DraftShape(1, 4, 4),
+        DraftShape(3, 4, 4),
+        DraftShape(3, 4, 8),
+    ]
+    assert len(set(grid())) == len(grid()) > 40

@@ -11,7 +11,7 @@ from eyas.core import DraftShape, SamplingParams, UsageError
 from eyas.speculation.cost import AcceptanceRates, expected_tokens
 from eyas.training.acceptance import answer_all, total
 from eyas.training.recording import BEHIND, UNRANKED, Recording, record
-from eyas.training.simulate import grid, rates, simulate, tree_hits, walk
+from eyas.training.simulate import rates, simulate, tree_hits, walk
 
 N = UNRANKED
 E = BEHIND
@@ -98,20 +98,6 @@ def test_shapes_beyond_the_recording_are_refused():
     for shape in (chain(4), DraftShape(2, 4, 8)):
         with pytest.raises(UsageError, match="3 steps and top-k 3, which is not enough"):
             simulate([recording([[0, 0, 0]])], [shape])
-
-
-def test_the_grid():
-    shapes = grid((1, 3), (1, 2, 4), (4, 8, 64))
-    assert shapes == [
-        chain(1),
-        chain(3),
-        DraftShape(3, 2, 4),
-        DraftShape(3, 2, 8),
-        DraftShape(1, 4, 4),
-        DraftShape(3, 4, 4),
-        DraftShape(3, 4, 8),
-    ]
-    assert len(set(grid())) == len(grid()) > 40
 
 
 # Against real runs

@@ -156,7 +156,7 @@ def choose_drafter(target: str, asked: str | None) -> str:
 
 
 def grid_of(steps: str, topk: str, draft_tokens: str) -> list[DraftShape]:
-    from eyas.training.simulate import grid
+    from eyas.speculation.cost import grid
 
     named = {"--steps": steps, "--topk": topk, "--draft-tokens": draft_tokens}
     shapes = grid(*(counts(flag, text) for flag, text in named.items()))

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from eyas import __version__
-from eyas.cli import check, convert, data, eval, run, train
+from eyas.cli import check, convert, data, eval, plan, run, train
 from eyas.cli.console import error_line
 from eyas.cli.options import Debug
 from eyas.core import EyasError
@@ -32,6 +32,7 @@ app.command()(convert.convert)
 app.command()(data.data)
 app.command()(train.train)
 app.command("eval")(eval.evaluate)
+app.command()(plan.plan)
 
 
 def show_version(wanted: bool) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
 from statistics import median
+from typing import Protocol
 
 import numpy as np
 
@@ -59,6 +60,21 @@ class AcceptanceRates:
             rows.append(tuple(row))
         return cls(tuple(rows), tree)
 
+    @classmethod
+    def from_length(cls, length: float, shape: DraftShape) -> AcceptanceRates:
+        """The one rate, the same at all depths, with which ``shape`` comes to this acceptance length.
+
+        Raises ValueError where no rate does.
+        """
+        if not 1 <= length <= shape.num_steps + 1:
+            raise ValueError(f"{shape.num_steps} steps emit between 1 and {shape.num_steps + 1} tokens, not {length}.")
+        low, high = 0.0, 1.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            tokens = expected_tokens(shape, cls.from_first([middle], shape.eagle_topk))
+            low, high = (middle, high) if tokens < length else (low, middle)
+        return cls.from_first([high], shape.eagle_topk)
+
     def at(self, depth: int) -> tuple[float, ...]:
         return self.by_rank[min(depth, len(self.by_rank) - 1)] if self.by_rank else ()
 
@@ -79,6 +95,16 @@ def expected_tokens(shape: DraftShape, rates: AcceptanceRates) -> float:
         frontier = level[: shape.eagle_topk]
     hits = sum(heapq.nlargest(shape.num_draft_tokens - 1, nodes))
     return 1.0 + (hits if shape.eagle_topk == 1 else min(hits * rates.tree, shape.num_steps))
+
+
+class Costs(Protocol):
+    """What steps cost, measured (``CostModel``) or forecast. The arguments are those of ``CostModel``."""
+
+    def seconds(self, kind: str, B: int, T: int, S: int) -> float | None:
+        """Of one kind of work; None where it is unknown."""
+
+    def step(self, shape: DraftShape | None, B: int, S: int) -> float | None:
+        """Of a whole decoding step of B sequences, plain without a shape; None where it is unknown."""
 
 
 class CostModel:
@@ -163,7 +189,7 @@ class Estimate:
 
 def best(
     candidates: Iterable[DraftShape],
-    model: CostModel,
+    model: Costs,
     rates: AcceptanceRates,
     *,
     sequences: int,
@@ -187,6 +213,21 @@ def best(
         speed = (sequences + drafted * (tokens - 1)) / seconds if seconds else 0.0
         estimates.append(Estimate(shape, tokens, seconds, speed))
     return sorted(estimates, key=lambda estimate: -estimate.speed)
+
+
+STEPS, TOPK, DRAFT_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 4, 8), (4, 8, 16, 32)
+
+
+def grid(
+    steps: Sequence[int] = STEPS, topk: Sequence[int] = TOPK, draft_tokens: Sequence[int] = DRAFT_TOKENS
+) -> list[DraftShape]:
+    """Every shape of these numbers that exists: chains, and trees as large as said and no larger than they can be."""
+    shapes = []
+    for k in sorted(set(topk)):
+        for count in sorted(set(steps)):
+            sizes = [count + 1] if k == 1 else sorted(set(draft_tokens))
+            shapes += [DraftShape(count, k, n) for n in sizes if count < n <= DraftShape.most_tokens(count, k)]
+    return shapes
 
 
 class _Point:

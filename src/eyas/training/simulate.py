@@ -22,8 +22,6 @@ from eyas.training.recording import BEHIND, Recording
 PLACES = 4096  # whose trees are built at once
 REST = 64  # columns that share what the recorded ones leave of a distribution
 
-STEPS, TOPK, DRAFT_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 4, 8), (4, 8, 16, 32)
-
 
 @dataclass(frozen=True)
 class Simulated:
@@ -41,18 +39,6 @@ class Simulated:
     def expected_tokens(self) -> float:
         """What the cost model makes of the rates: a little more, as no answer's end cuts off what was accepted."""
         return expected_tokens(self.shape, self.rates)
-
-
-def grid(
-    steps: Sequence[int] = STEPS, topk: Sequence[int] = TOPK, draft_tokens: Sequence[int] = DRAFT_TOKENS
-) -> list[DraftShape]:
-    """Every shape of these numbers that exists: chains, and trees as large as said and no larger than they can be."""
-    shapes = []
-    for k in sorted(set(topk)):
-        for count in sorted(set(steps)):
-            sizes = [count + 1] if k == 1 else sorted(set(draft_tokens))
-            shapes += [DraftShape(count, k, n) for n in sizes if count < n <= DraftShape.most_tokens(count, k)]
-    return shapes
 
 
 def simulate(recordings: Sequence[Recording], shapes: Iterable[DraftShape]) -> list[Simulated]:
