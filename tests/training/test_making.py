@@ -157,6 +157,17 @@ def test_what_acceptance_is_measured_on_is_never_trained_on(tmp_path: Path) -> N
     assert made.manifest.dropped["near-duplicate prompt"] > 10
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_nor_is_it_where_a_file_asks_it(keep: bool, tmp_path: Path) -> None:
+    asked = [HELDOUT["maths"][3], f"{HELDOUT['code'][0]} Please.", "Something else entirely?"]
+    talks = [[{"role": "user", "content": text}, {"role": "assistant", "content": "Yes."}] for text in asked]
+    file = jsonl(tmp_path, *({"messages": talk} for talk in talks))
+    wanted = commission(tmp_path, conversations=None, prompts=file, keep_answers=keep)
+    made = make_data(TARGET, wanted, lambda chat: Scripted(lambda text: "Well."))
+    assert [row.provenance["prompt"] for row in made] == asked[2:]
+    assert made.manifest.dropped == {"prompt that eyas eval measures on": 2}
+
+
 def test_conversations_are_answered_anew(tmp_path: Path) -> None:
     old = [
         {"role": "system", "content": "S"},

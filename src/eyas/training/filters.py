@@ -68,14 +68,20 @@ class Seen:
     def add(self, text: str) -> bool:
         """Takes a prompt in; False, and not taken, for one that is at least 70% alike to an earlier one."""
         sketch = self._sketch(text)
-        keys = [(n, band.tobytes()) for n, band in enumerate(sketch.reshape(BANDS, -1))]
-        near = {index for key in keys for index in self._buckets.get(key, ())}
-        if any((self._sketches[index] == sketch).mean() >= ALIKE for index in near):
+        if self._near(sketch):
             return False
-        for key in keys:
+        for key in _bands(sketch):
             self._buckets[key].append(len(self._sketches))
         self._sketches.append(sketch)
         return True
+
+    def has(self, text: str) -> bool:
+        """Whether this prompt, or one at least 70% alike, was taken in."""
+        return self._near(self._sketch(text))
+
+    def _near(self, sketch: np.ndarray) -> bool:
+        near = {index for key in _bands(sketch) for index in self._buckets.get(key, ())}
+        return any((self._sketches[index] == sketch).mean() >= ALIKE for index in near)
 
     def _sketch(self, text: str) -> np.ndarray:
         """uint32 [HASHES]: of each hash function the least over all stretches of three words."""
@@ -84,3 +90,7 @@ class Seen:
         hashes = np.fromiter((zlib.crc32(part.encode()) for part in parts), np.uint64)
         mixed = (hashes[None] + np.uint64(1)) * self._factors + self._offsets  # modulo 2^64: multiply-shift
         return (mixed >> np.uint64(32)).min(axis=1).astype(np.uint32)
+
+
+def _bands(sketch: np.ndarray) -> list[tuple[int, bytes]]:
+    return [(n, band.tobytes()) for n, band in enumerate(sketch.reshape(BANDS, -1))]

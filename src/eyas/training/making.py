@@ -73,6 +73,7 @@ class Maker:
     def __init__(self, chat: Chat, answerer: Answerer, settings: Settings, seen: Seen | None = None):
         self.chat, self.answerer, self.settings = chat, answerer, settings
         self._seen = seen if seen is not None else Seen()
+        self._measured = measured()
 
     async def selfmade(self, seed: Seed) -> list[Row]:
         """A conversation that the target holds with itself."""
@@ -92,8 +93,7 @@ class Maker:
 
     async def regenerated(self, conversation: Conversation, seed: int) -> list[Row]:
         """Every answer of the assistant written anew by the target, each upon those before."""
-        if conversation.problem:
-            raise Dropped(conversation.problem)
+        self._check(conversation)
         random = Random(f"{seed}:{conversation.line}")
         talk = Talk(self, [dict(m) for m in conversation.messages if m["role"] == "system"], random.getrandbits(31))
         asked = [m for m in conversation.messages if m["role"] == "user"]
@@ -108,14 +108,19 @@ class Maker:
 
     def kept(self, conversation: Conversation) -> list[Row]:
         """A conversation as it is, with answers that the target gave elsewhere."""
-        if conversation.problem:
-            raise Dropped(conversation.problem)
+        self._check(conversation)
         messages = list(conversation.messages)
         if messages[-1]["role"] == "user":
             messages.pop()
         turns = [turn for turn in self.chat.answered(messages) if self._fits(turn)]
         first = next(m["content"] for m in messages if m["role"] == "user")
         return make_rows(turns, "jsonl", {"line": conversation.line, "prompt": first[:SHOWN]})
+
+    def _check(self, conversation: Conversation) -> None:
+        if conversation.problem:
+            raise Dropped(conversation.problem)
+        if any(m["role"] == "user" and self._measured.has(m["content"]) for m in conversation.messages):
+            raise Dropped("prompt that eyas eval measures on")
 
     def _fits(self, turn: Turn) -> bool:
         return len(turn.prompt) + len(turn.answer) <= self.settings.max_length
@@ -311,11 +316,17 @@ async def make(
         await answerer.close()
 
 
-def remember(writer: DatasetWriter) -> Seen:
-    """The prompts of earlier sittings, and those that acceptance is measured on: they are never trained on."""
+def measured() -> Seen:
+    """The prompts that ``eyas eval`` measures on: they are never trained on."""
     seen = Seen()
     for prompt in (prompt for prompts in HELDOUT.values() for prompt in prompts):
         seen.add(prompt)
+    return seen
+
+
+def remember(writer: DatasetWriter) -> Seen:
+    """The prompts of earlier sittings, and those that are never trained on."""
+    seen = measured()
     for row in writer.rows():
         if row.source == "selfmade":
             seen.add(row.provenance.get("prompt", ""))
