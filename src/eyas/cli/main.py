@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from eyas import __version__
-from eyas.cli import check, convert, data, eval, plan, run, train
+from eyas.cli import check, convert, data, eval, patch, plan, run, train
 from eyas.cli.console import error_line
 from eyas.cli.options import Debug
 from eyas.core import EyasError
@@ -29,6 +29,7 @@ app = typer.Typer(
 app.command()(run.run)
 app.command(context_settings={"allow_extra_args": True})(check.check)
 app.command()(convert.convert)
+app.command()(patch.patch)
 app.command()(data.data)
 app.command()(train.train)
 app.command("eval")(eval.evaluate)

@@ -167,10 +167,10 @@ def open_engine(name: str, path: str | Path | None = None) -> EngineSource:
         )
     if place.is_file():
         return _checked(name, _Wheel(place), place)
-    for root in _roots(place):
+    for root in roots(place):
         if (root / ENGINES[name]).is_dir():
             return EngineSource(name, _Folder(root, name), place)
-    found = [other for other, mark in ENGINES.items() if any((root / mark).is_dir() for root in _roots(place))]
+    found = [other for other, mark in ENGINES.items() if any((root / mark).is_dir() for root in roots(place))]
     raise UsageError(
         f"{place}: expected {name} in it, found {found[0] if found else 'neither it nor site-packages with it'}"
     )
@@ -205,7 +205,7 @@ def _checked(name: str, files: _Wheel, place: Path) -> EngineSource:
     return EngineSource(name, files, place)
 
 
-def _roots(place: Path) -> list[Path]:
+def roots(place: Path) -> list[Path]:
     """Where a package may lie under a folder that someone names."""
     installed = sorted(place.glob("lib*/python3*/site-packages"))
     package = [place.parent] if (place / "__init__.py").is_file() or (place / "srt").is_dir() else []

@@ -1,0 +1,180 @@
+"""What an engine lacks for a target, written into its installed source: for those who must have it there.
+
+Next to a changed file lie its original and a record of both, so that it can be restored byte for byte, and is not
+where somebody else has changed it since.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from eyas.bridges.changes import CannotPatchError, Change
+from eyas.bridges.code.classes import Classes
+from eyas.bridges.code.source import ENGINES, EngineSource, collector_paused, roots
+from eyas.bridges.sglang import patch as sglang
+from eyas.bridges.target import Target
+from eyas.bridges.vllm import patch as vllm
+from eyas.core import EyasError, UsageError
+
+ORIGINAL, RECORD = ".eyas-original", ".eyas-patch.json"
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One file of the engine, ``name`` as the engine calls it, before and after; ``what``: the changes, in words."""
+
+    file: Path
+    name: str
+    before: bytes
+    after: bytes
+    what: tuple[str, ...]
+
+    @property
+    def original(self) -> Path:
+        return self.file.with_name(self.file.name + ORIGINAL)
+
+    @property
+    def record(self) -> Path:
+        return self.file.with_name(self.file.name + RECORD)
+
+    def diff(self) -> str:
+        before, after = (
+            content.decode("utf-8", "replace").splitlines(keepends=True) for content in (self.before, self.after)
+        )
+        return "".join(difflib.unified_diff(before, after, self.name, f"{self.name} (patched)"))
+
+
+def missing(source: EngineSource, target: Target) -> list[Change]:
+    """What has to be written. Raises CannotPatchError where that would not help."""
+    with collector_paused():
+        return (sglang if source.name == "sglang" else vllm).changes(Classes(source), target)
+
+
+def plan(source: EngineSource, target: Target) -> list[Edit]:
+    """The files to change for ``target``. Nothing is written.
+
+    Raises UsageError for what is no installed engine or is patched already, CannotPatchError for what cannot be
+    patched, and EyasError without libcst.
+    """
+    root = _root(source)
+    needed = missing(source, target)
+    modules = list(dict.fromkeys(change.module for change in needed))
+    patched = patched_files(source)
+    for file in (root / module for module in modules):
+        if file in patched:
+            raise UsageError(f"{file} is patched already; eyas patch --revert restores it first")
+    if not needed:
+        said = f"; patched by eyas: {', '.join(map(str, patched))}" if patched else ""
+        raise UsageError(f"{source.label} lacks nothing for {target.architecture}: there is nothing to patch{said}")
+    return [_edit(root / module, module, [c for c in needed if c.module == module]) for module in modules]
+
+
+def _root(source: EngineSource) -> Path:
+    """The folder that holds the engine's package."""
+    if source.place.is_file():
+        raise UsageError(f"{source.place} is a wheel; a patch is for an installed engine or a source tree")
+    return next(root for root in roots(source.place) if (root / ENGINES[source.name]).is_dir())
+
+
+def _edit(file: Path, name: str, changes: Sequence[Change]) -> Edit:
+    try:
+        from eyas.bridges.rewriting import rewrite
+    except ImportError as error:
+        raise EyasError("eyas patch needs libcst, which is not installed: pip install 'eyas[patch]'") from error
+    before = file.read_bytes()
+    return Edit(file, name, before, rewrite(before, changes, name), tuple(change.what for change in changes))
+
+
+def apply(edits: Sequence[Edit]) -> None:
+    """Writes all of them, each at once, its original first. Nothing stays changed where one cannot be written."""
+    for edit in edits:
+        if edit.file.read_bytes() != edit.before:
+            raise EyasError(f"{edit.file} was changed while it was looked at; nothing was written")
+    done: list[Edit] = []
+    try:
+        for edit in edits:
+            done.append(edit)
+            hashes = {"before": _hash(edit.before), "after": _hash(edit.after)}
+            said = {"file": edit.name, "what": edit.what, "sha256": hashes}
+            _write(edit.original, edit.before, edit.file)
+            _write(edit.record, (json.dumps(said, indent=2) + "\n").encode(), edit.file)
+            _write(edit.file, edit.after, edit.file)
+            _forget_bytecode(edit.file)
+    except BaseException:
+        for edit in done:
+            _restore(edit.file, edit.before)
+        raise
+
+
+def patched_files(source: EngineSource) -> list[Path]:
+    """The files of an engine that are patched, or were about to be."""
+    found = (_root(source) / source.name).rglob(f"*{RECORD}")
+    return sorted(record.with_name(record.name.removesuffix(RECORD)) for record in found)
+
+
+def revert(files: Sequence[Path]) -> None:
+    """Restores all of them or, where one was changed since or its original is gone, none. Raises EyasError."""
+    originals = {file: _original(file) for file in files}
+    for file, content in originals.items():
+        _restore(file, content)
+
+
+def _original(file: Path) -> bytes:
+    record = file.with_name(file.name + RECORD)
+    try:
+        hashes = json.loads(record.read_text(encoding="utf-8"))["sha256"]
+        before, after = str(hashes["before"]), str(hashes["after"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise EyasError(f"{record} is no record of a patch; nothing was restored") from error
+    kept = file.with_name(file.name + ORIGINAL)
+    content = kept.read_bytes() if kept.is_file() else b""
+    if _hash(content) != before:
+        raise EyasError(f"{kept} is not what {file.name} was before the patch; nothing was restored")
+    if file.is_file() and _hash(file.read_bytes()) not in (before, after):
+        raise EyasError(f"{file} was changed after it was patched; nothing was restored. Its original is {kept}")
+    return content
+
+
+def _restore(file: Path, content: bytes) -> None:
+    if not file.is_file() or file.read_bytes() != content:
+        _write(file, content, file)
+    for ending in (RECORD, ORIGINAL):
+        file.with_name(file.name + ending).unlink(missing_ok=True)
+    _forget_bytecode(file)
+
+
+def _write(path: Path, content: bytes, like: Path) -> None:
+    """All of it or nothing, with the permissions of ``like``; a hard link elsewhere keeps what it had."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+        temporary = Path(file.name)
+        try:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            if like.exists():
+                shutil.copymode(like, temporary)
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def _forget_bytecode(file: Path) -> None:
+    """What Python versions have compiled of it: they check its date and size, but not all of them always do."""
+    for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
+        compiled.unlink(missing_ok=True)
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+__all__ = ["CannotPatchError", "Edit", "apply", "missing", "patched_files", "plan", "revert"]
