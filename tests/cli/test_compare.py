@@ -84,7 +84,7 @@ def test_a_near_tie_is_reported_and_passes(eyas, target, monkeypatch):
 
 
 def test_an_infinite_gap_is_still_json(eyas, target, monkeypatch):
-    monkeypatch.setattr(Comparer, "_judge", lambda *_: Divergence(1, (7, -1), float("inf"), 0.0, False))
+    monkeypatch.setattr(Comparer, "judge", lambda *_: Divergence(1, (7, -1), float("inf"), 0.0, False))
     monkeypatch.setattr("eyas.engine.engine.accept", accept_anything)
     (found,) = eyas("run", target, *ASK, "--json").records
     assert found["divergences"][0]["gap"] is None
@@ -101,7 +101,7 @@ def test_each_way_is_first_in_turn_after_a_warm_up(eyas, target, monkeypatch):
 
     monkeypatch.setattr(Comparer, "compare", spy)
     assert eyas("run", target, "--compare", "--max-tokens", 10).code == 0
-    assert calls == [(run_module.WARM_UP_TOKENS, None), (10, False), (10, True), (10, False), (10, True)]
+    assert calls == [(min(10, run_module.WARM_UP_TOKENS), None), (10, False), (10, True), (10, False), (10, True)]
 
 
 def test_lower_precision(eyas, target):

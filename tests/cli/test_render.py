@@ -85,6 +85,15 @@ def test_a_comparison_shows_what_was_accepted(capsys, monkeypatch):
     assert out.count("\x1b[32m two\x1b[0m") == 2 and "(accepted drafts)" in out
 
 
+@pytest.mark.parametrize("seconds, believed", [(0.35, True), (0.2, False)])
+def test_a_speedup_that_cannot_be_is_said_to_be_none(seconds, believed, capsys):
+    """1.5 tokens a step on average can make it 1.5 times as fast, hardly more."""
+    fast = completion(decode_seconds=seconds)
+    Terminal(LLM).comparison((1, 1), "hello", Comparison(completion(), fast, ()))
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"speedup {0.5 / seconds:.2f}x" in out and ("more than its drafts can bring" in out) != believed
+
+
 def test_a_pipe_is_given_every_byte(capsys):
     evil = "a\x1b[2J :smile: [red]x\tc\r\n"
     Terminal(LLM).write(Output("0", (Emitted(1, evil, False),), "stop", tail="\ufffd"))

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from eyas import __version__
-from eyas.cli import check, convert, data, eval, patch, plan, run, train
+from eyas.cli import bench, check, convert, data, eval, patch, plan, run, train
 from eyas.cli.console import error_line
 from eyas.cli.options import Debug
 from eyas.core import EyasError
@@ -33,6 +33,7 @@ app.command()(patch.patch)
 app.command()(data.data)
 app.command()(train.train)
 app.command("eval")(eval.evaluate)
+app.command()(bench.bench)
 app.command()(plan.plan)
 
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from eyas.engine.lossless import Comparison, Divergence
     from eyas.engine.sequence import Output
 
+NOISE = 1.1  # of a speedup over the acceptance length, which it cannot exceed
+
 
 class Terminal:
     """Plain text where stdout is a pipe: then nothing but the answer is on it."""
@@ -109,6 +111,8 @@ class Terminal:
             text = Text("the tokens DIFFER, and rounding does not explain it: this is a bug", "bold red")
         if comparison.speedup:
             text = Text.assemble(text, (f", speedup {comparison.speedup:.2f}x", "bold"))
+        if comparison.speedup > NOISE * comparison.speculative.acceptance_length:
+            text.append(": more than its drafts can bring, so something else disturbed one of the two", "yellow")
         lines = [text, *map(self._divergence, comparison.divergences)]
         if comparison.lossless and not comparison.equal:
             lines.append(Text("  with plain decoding's token put there, speculation gives the same text to its end"))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from eyas.cli.printer import Printer
     from eyas.engine.llm import LLM
 
-WARM_UP_TOKENS = 8
+WARM_UP_TOKENS = 64  # memory that is touched for the first time is slow on virtual machines
 
 
 @spread
