@@ -294,7 +294,9 @@ def test_closing_ends_all_with_an_error():
         all_told = [Told() for _ in requests]
         tasks = [asyncio.create_task(listen(served, r, t)) for r, t in zip(requests, all_told, strict=True)]
         await until(lambda: any(told.outputs for told in all_told))
+        assert not served.closed
         await asyncio.to_thread(served.close)
+        assert served.closed
         await asyncio.gather(*tasks)
         return all_told
 

@@ -81,7 +81,7 @@ class Comparer:
         divergences = []
         ours, theirs = plain.token_ids, speculative.token_ids
         while (index := first_difference(ours, theirs)) is not None:
-            divergence = self._judge(request, ours, theirs, index)
+            divergence = self.judge(request, ours, theirs, index)
             divergences.append(divergence)
             if not divergence.near_tie or index + 1 >= len(ours):
                 break
@@ -89,7 +89,7 @@ class Comparer:
             theirs = forced + self.llm.complete(replace(request, output_ids=forced)).token_ids
         return Comparison(plain, speculative, tuple(divergences))
 
-    def _judge(self, request: Request, ours: list[int], theirs: list[int], index: int) -> Divergence:
+    def judge(self, request: Request, ours: list[int], theirs: list[int], index: int) -> Divergence:
         a, b = (tokens[index] if index < len(tokens) else -1 for tokens in (ours, theirs))
         low, exact = (next_logits(target, request, ours[:index]) for target in (self.llm.target, self._fp32))
         sampling = request.sampling

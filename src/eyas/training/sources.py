@@ -35,7 +35,7 @@ def read_conversations(path: Path) -> Iterator[Conversation]:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield _conversation(path, number, line)
+                    yield parse_conversation(path, number, line)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from error
 
@@ -51,7 +51,8 @@ def file_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _conversation(path: Path, number: int, line: bytes) -> Conversation:
+def parse_conversation(path: Path, number: int, line: bytes) -> Conversation:
+    """One line. Raises DataError where it is not JSON, or none of these shapes."""
     try:
         content = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -1,0 +1,142 @@
+"""The whole of it: two sides, their rounds, and what they come to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from eyas.bench import agreement, pairing, results
+from eyas.bench.facts import Facts
+from eyas.bench.journal import Journal, check
+from eyas.bench.pairing import Plan, Report
+from eyas.bench.passes import SIDES, BenchError, Name, Pair
+from eyas.bench.sides import Side
+from eyas.bench.verdict import EXIT_CODES, differences_of, refusals
+from eyas.bench.workload import Workload
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """``even`` is the speedup from which on it pays. ``out`` is the file of the results; the journal is beside it.
+
+    ``about`` is the provenance. ``training_seconds``: what the drafter's training took, where that is known.
+    """
+
+    sides: Mapping[Name, Side]
+    workload: Workload
+    plan: Plan
+    out: Path
+    resume: bool = False
+    even: float = 1.0
+    about: Mapping[str, Any] = field(default_factory=dict)
+    training_seconds: float | None = None
+
+    @property
+    def journal(self) -> Path:
+        return self.out.with_suffix(".jsonl")
+
+    async def run(self, report: Report = lambda news: None) -> dict[str, Any]:
+        """The results, which are in ``out`` as well. Raises BenchError where there is nothing to judge."""
+        check(self.journal, self.resume)
+        try:
+            report("asking both sides what they are")
+            facts = await pairing.start(self.sides)
+            if found := refusals(facts["without"], facts["with"], self.plan.levels):
+                raise BenchError("This would show nothing about speculation. " + " ".join(found))
+            report("looking for prompts that are too long")
+            workload = await pairing.fitting(self.sides, self.workload, self.plan)
+            journal = Journal(self.journal, self._settings(facts), resume=self.resume)
+            pairs = await pairing.measure(self.sides, workload, self.plan, journal, report)
+            report("comparing the answers")
+            agreed = await self._agreement(pairs, workload)
+        finally:
+            for name in SIDES:
+                await self.sides[name].close()
+        made = replace(self, workload=workload)._results(facts, pairs, agreed, journal.interrupted)
+        write(self.out, json.dumps(made, indent=1) + "\n")
+        return made
+
+    async def _agreement(self, pairs: Sequence[Pair], workload: Workload) -> agreement.Agreement:
+        found = agreement.agreement(pairs)
+        if found.same == found.answers:
+            return found
+        prompts = {prompt.key: prompt for prompts in workload.prompts.values() for prompt in prompts}
+        return replace(found, explained=await agreement.explain(self.sides["without"], pairs, prompts))
+
+    def _settings(self, facts: Mapping[Name, Facts]) -> dict[str, Any]:
+        """What a run that is resumed must have in common with its beginning: there may be more rounds."""
+        plan = {name: value for name, value in self.plan.as_record().items() if name != "rounds"}
+        return {
+            "prompts": f"{self.workload.source}: {', '.join(self.workload.prompts)}",
+            "model": facts["without"].model or facts["without"].served,
+            "draft_shape": vars(shape) if (shape := facts["with"].shape) else None,
+            **plan,
+        }
+
+    def _results(
+        self, facts: Mapping[Name, Facts], pairs: Sequence[Pair], agreed: agreement.Agreement, interrupted: int
+    ) -> dict[str, Any]:
+        plan, greedy = self.plan, not self.plan.sampling.temperature
+        rows, verdict = results.assemble(pairs, plan.levels, self.even)
+        refused = [results.strange_reason(agreed)] if greedy and agreed.strange else []
+        judged = {
+            "outcome": verdict.outcome,
+            "sentence": verdict.sentence,
+            "exit_code": verdict.exit_code,
+            "break_even": verdict.break_even,
+        }
+        if refused:
+            judged |= {"outcome": "not judged", "sentence": " ".join(refused), "exit_code": 1, "break_even": None}
+        return {
+            "kind": "eyas bench",
+            "format": FORMAT,
+            "verdict": judged | {"even": self.even},
+            "rows": rows,
+            "agreement": agreed.as_record(greedy),
+            "repaid": results.repaid(self.training_seconds, rows) if self.training_seconds else None,
+            "training_seconds": self.training_seconds,
+            "samples": results.samples(pairs),
+            "notes": [*self.workload.notes, *differences_of(facts), *results.notes_of(pairs)],
+            "sides": {name: facts[name].as_record() for name in SIDES},
+            "settings": {**plan.as_record(), "prompts": self.workload.source, "tasks": list(self.workload.prompts)},
+            "interrupted_answers": interrupted,
+            "rounds": results.round_records(pairs),
+            "provenance": dict(self.about),
+        }
+
+
+def write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    draft = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise BenchError(f"{path} cannot be written: {error.strerror}.") from error
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Results as ``run`` wrote them. Raises BenchError for anything else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BenchError(f"{path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise BenchError(f"{path} is not JSON ({error}): expected the results of eyas bench.") from error
+    if not isinstance(content, dict) or content.get("kind") != "eyas bench" or content.get("format") != FORMAT:
+        raise BenchError(f"{path} does not hold results of this version of eyas bench.")
+    return content
+
+
+def exit_code(made: Mapping[str, Any]) -> int:
+    verdict = made["verdict"]
+    return EXIT_CODES.get(verdict["outcome"], 1)

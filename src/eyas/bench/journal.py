@@ -1,0 +1,99 @@
+"""What was measured so far, a line for each pass: whatever kills a benchmark costs the pair of passes in the making."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from eyas.bench.passes import BenchError, Level, Name, Pair, Pass, rounded
+from eyas.core import UsageError
+
+FORMAT = 1
+
+Place = tuple[int, Level, str]  # round, level, task
+
+
+class Journal:
+    """``settings`` are what a run must have in common with the one it goes on with."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], *, resume: bool):
+        self.path, self.pairs, self.interrupted = path, dict[Place, Pair](), 0
+        self._open: dict[Place, list[Pass]] = {}
+        check(path, resume)
+        if resume:
+            self._read(settings)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._write({"format": FORMAT, "settings": dict(settings)})
+
+    def add(self, done: Pass, *, complete: bool = True) -> None:
+        """A pass that broke off is kept, and counts for nothing. Times are kept to the microsecond."""
+        done = replace(done, answers=tuple(map(rounded, done.answers)))
+        self._write({"pass": done.as_record(), "complete": complete})
+        self._take(done, complete)
+
+    def begin(self) -> None:
+        """Pairs are made of passes that follow one another: a new pair begins, whatever came before it."""
+        self._write({"pair": len(self.pairs)})
+        self._open.clear()
+
+    def _take(self, done: Pass, complete: bool) -> None:
+        if not complete:
+            self.interrupted += len(done.good)
+            return
+        place = (done.turn, done.level, done.task)
+        passes = self._open.setdefault(place, [])
+        passes.append(done)
+        found: dict[Name, Pass] = {one.side: one for one in passes}
+        if len(found) == 2:
+            self.pairs[place] = Pair(found["without"], found["with"], tuple(one.side for one in passes))
+            del self._open[place]
+
+    def _write(self, entry: Mapping[str, Any]) -> None:
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+        except OSError as error:
+            raise BenchError(f"{self.path} cannot be written ({error.strerror}): what it holds is kept.") from error
+
+    def _read(self, settings: Mapping[str, Any]) -> None:
+        lines = self.path.read_text(encoding="utf-8").splitlines()
+        entries = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                entries.append(json.loads(line))
+            except ValueError as error:
+                if number < len(lines):  # the last one may have been cut off
+                    raise BenchError(
+                        f"{self.path}, line {number} is damaged: start anew with another --out."
+                    ) from error
+        if not entries or entries[0].get("format") != FORMAT:
+            raise BenchError(f"{self.path} is no journal of this version of eyas bench: choose another --out.")
+        _same(self.path, entries[0]["settings"], json.loads(json.dumps(settings)))
+        if len(entries) < len(lines):  # so that what follows begins a line of its own
+            self.path.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
+        for entry in entries[1:]:
+            if "pass" in entry:
+                self._take(Pass.from_record(entry["pass"]), entry["complete"])
+            else:
+                self._open.clear()
+
+
+def check(path: Path, resume: bool) -> None:
+    """Raises UsageError where a journal is there that is not to be gone on with, or is not there and should be."""
+    if path.exists() and not resume:
+        raise UsageError(f"{path} is there already: go on with it (--resume), or choose another --out.")
+    if resume and not path.exists():
+        raise UsageError(f"There is nothing to resume: {path} does not exist.")
+
+
+def _same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    for name in (*before, *now):
+        if (one := before.get(name)) != (other := now.get(name)):
+            raise UsageError(
+                f"{path} was begun with another {name.replace('_', ' ')} ({one!r}, now {other!r}): give the same, or "
+                "choose another --out."
+            )

@@ -1,0 +1,166 @@
+"""Both sides in turn: pairs of passes right after one another, in rounds that begin with the other side each time.
+
+What drifts slowly (heat, clocks, neighbours) meets both sides of a pair alike, and what the second one of a pair has of
+it cancels over the rounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from eyas.bench import load
+from eyas.bench.facts import Facts
+from eyas.bench.journal import Journal
+from eyas.bench.passes import SIDES, Answer, BenchError, Heard, Level, Name, Pair, Pass
+from eyas.bench.sides import Side
+from eyas.bench.workload import Prompt, Workload, chosen
+from eyas.core import SamplingParams
+
+ROUNDS = 10
+PATIENCE = 3  # times that a server is looked for before it is given up, a second apart
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured. ``num_prompts`` of each task in each pass; None: two for each that runs at a time, at least 4.
+
+    ``warmup`` passes of each side and level do not count.
+    """
+
+    levels: tuple[Level, ...]
+    sampling: SamplingParams
+    rounds: int = ROUNDS
+    num_prompts: int | None = None
+    warmup: int = 1
+
+    def count(self, level: Level) -> int:
+        if self.num_prompts is not None:
+            return self.num_prompts
+        return max(4, round(2 * level.value)) if level.kind == "concurrency" else 16
+
+    def as_record(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What has just been done, and all pairs so far."""
+
+    turn: int
+    rounds: int
+    level: Level
+    task: str
+    side: Name
+    share: float  # of everything
+    pairs: Sequence[Pair]
+
+
+Report = Callable[[str | Progress], None]
+
+
+async def start(sides: Mapping[Name, Side]) -> dict[Name, Facts]:
+    """Both sides answer, and say what they are. Raises EyasError for the first that does not."""
+    return {name: await sides[name].start() for name in SIDES}
+
+
+async def fitting(sides: Mapping[Name, Side], workload: Workload, plan: Plan) -> Workload:
+    """Without the prompts that a side cannot take; of a long list only as many as there will be asked."""
+    enough = plan.rounds * max(map(plan.count, plan.levels))
+    kept: dict[str, list[Prompt]] = {}
+    wrong: dict[str, list[str]] = {}
+    for task, prompts in workload.prompts.items():
+        for prompt in prompts:
+            if len(kept.get(task, ())) == enough:
+                break
+            why = await sides["without"].room(prompt) or await sides["with"].room(prompt)
+            if why:
+                wrong.setdefault(why, []).append(prompt.key)
+            else:
+                kept.setdefault(task, []).append(prompt)
+    named = [
+        f"{len(keys)} {why} ({', '.join(keys[:5])}{', ...' if len(keys) > 5 else ''})" for why, keys in wrong.items()
+    ]
+    return workload.only(kept, named)
+
+
+async def measure(
+    sides: Mapping[Name, Side], workload: Workload, plan: Plan, journal: Journal, report: Report = lambda news: None
+) -> list[Pair]:
+    """Warm-up, then the rounds that are not in the journal yet. All pairs, in order.
+
+    Raises BenchError where a side is gone: the journal holds what was measured.
+    """
+    cells = [(level, task) for level in plan.levels for task in workload.prompts]
+    places = [(turn, level, task) for turn in range(plan.rounds) for level, task in cells]
+    missing = [place for place in places if place not in journal.pairs]
+    if missing:
+        await _warm_up(sides, workload, plan, {level for _, level, _ in missing}, report)
+    for number, (turn, level, task) in enumerate(missing):
+        journal.begin()
+        flipped = (turn + cells.index((level, task))) % 2
+        for half, name in enumerate(reversed(SIDES) if flipped else SIDES):
+            prompts = chosen(workload.prompts[task], plan.count(level), turn)
+            try:
+                done = await _pass(sides[name], prompts, turn, level, task)
+                await _check(sides[name], done, journal)
+            except BenchError as error:
+                raise BenchError(f"{error} {kept(journal)}") from error
+            journal.add(done)
+            share = 1 - (len(missing) - number - (half + 1) / 2) / len(places)
+            report(Progress(turn, plan.rounds, level, task, name, share, list(journal.pairs.values())))
+    return [journal.pairs[place] for place in places]
+
+
+def kept(journal: Journal) -> str:
+    return (
+        f"Pairs of passes that are kept: {len(journal.pairs)}. Give the same command with --resume and "
+        f"--out {journal.path.with_suffix('.json')} to go on."
+    )
+
+
+async def _warm_up(
+    sides: Mapping[Name, Side], workload: Workload, plan: Plan, levels: set[Level], report: Report
+) -> None:
+    """Prompts of all tasks in turn, as many as a pass has."""
+    longest = max(map(len, workload.prompts.values()))
+    mixed = [prompts[n] for n in range(longest) for prompts in workload.prompts.values() if n < len(prompts)]
+    for level in sorted(levels, key=plan.levels.index):
+        for turn in range(plan.warmup):
+            for name in SIDES:
+                report(f"warming up at {level}, {name} speculation")
+                done = await _pass(sides[name], chosen(mixed, plan.count(level), turn), turn, level, "warm-up")
+                if done.failed and not done.good:
+                    raise BenchError(f"All requests {name} speculation fail: {done.failed[0].error}.")
+
+
+async def _pass(side: Side, prompts: Sequence[Prompt], turn: int, level: Level, task: str) -> Pass:
+    before = await side.before()
+    loaded = await load.put(side.ask, prompts, level, seed=turn)
+    heard = Heard()
+    if not any(answer.lost for answer in loaded.answers) or await side.alive():
+        heard = await side.after(before, loaded.answers)
+    return Pass(turn, level, task, side.name, loaded.seconds, loaded.answers, loaded.peak, **vars(heard))
+
+
+async def _gone(side: Side, answers: Sequence[Answer]) -> bool:
+    """Where connections broke: whether nobody is there any more."""
+    if not any(answer.lost for answer in answers):
+        return False
+    for _ in range(PATIENCE):
+        if await side.alive():
+            return False
+        await asyncio.sleep(1.0)
+    return True
+
+
+async def _check(side: Side, done: Pass, journal: Journal) -> None:
+    """Ends the benchmark where a side is gone or answers nothing at all; what it answered before is kept."""
+    gone = await _gone(side, done.answers)
+    if gone or not done.good:
+        journal.add(done, complete=False)
+        what = "is gone" if gone else "answers nothing any more"
+        why = done.failed[0].error
+        raise BenchError(f"The side {side.name} speculation {what} ({why}) in round {done.turn + 1} at {done.level}.")

@@ -1,0 +1,440 @@
+"""``eyas bench``: with and without speculation on the same prompts, in turn: does it pay?"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from eyas.cli.console import clean, console, notice
+from eyas.cli.options import OUTPUT, Debug, EngineFlags, LoadingFlags, ShapeFlags, refuse, spread
+from eyas.core import SamplingParams, UsageError
+
+if TYPE_CHECKING:
+    from eyas.bench.benchmark import Benchmark
+    from eyas.bench.pairing import Progress, Report
+    from eyas.bench.passes import Level, Name, Pair
+    from eyas.bench.sides import Side
+    from eyas.bench.workload import Workload
+
+INTERRUPTED = 130
+ENDPOINTS_AT, EMBEDDED_AT = "1,2,4,8,16,32,64", "1,2,4,8,16,32"
+WIDTH = 110
+_sides: Callable[..., Any] = partial(typer.Option, rich_help_panel="What is compared", show_default=False)
+_load: Callable[..., Any] = partial(typer.Option, rich_help_panel="Load")
+_prompts: Callable[..., Any] = partial(typer.Option, rich_help_panel="Prompts and answers")
+_output: Callable[..., Any] = partial(typer.Option, rich_help_panel=OUTPUT)
+
+
+@spread
+def bench(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            help="For the embedded engine: a model folder, a Hugging Face id, a GGUF file, or smollm2.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    without: Annotated[
+        str | None, _sides("--without", "--base-url-a", metavar="URL", help="An OpenAI-compatible server without it.")
+    ] = None,
+    with_: Annotated[
+        str | None, _sides("--with", "--base-url-b", metavar="URL", help="The same server launched with speculation.")
+    ] = None,
+    model: Annotated[str | None, _sides(help="The served model's name, where there are several.")] = None,
+    completions: Annotated[
+        bool, _sides("--completions", help="Send text to /v1/completions: for targets without a chat template.")
+    ] = False,
+    drafter: Annotated[str | None, _sides(help="For TARGET: a drafter's folder or weights file, or untrained.")] = None,
+    concurrency: Annotated[
+        str | None,
+        _load(metavar="N,N,...", help="Requests kept running.", show_default=f"{ENDPOINTS_AT}; TARGET: to 32"),
+    ] = None,
+    request_rate: Annotated[
+        str | None,
+        _load(
+            metavar="R,R,...", help="Instead: requests a second, that arrive at random (Poisson).", show_default=False
+        ),
+    ] = None,
+    rounds: Annotated[int, _load(help="Of both sides in turn; at least 6 for a verdict.")] = 10,
+    num_prompts: Annotated[
+        int | None,
+        _load(metavar="N", help="Of each task, in each round and level.", show_default="2 x concurrency, at least 4"),
+    ] = None,
+    warmup: Annotated[int, _load(metavar="N", help="Passes of each side at each level that do not count.")] = 1,
+    dataset: Annotated[
+        Path | None,
+        _prompts(
+            metavar="FILE",
+            help="JSON lines with messages, a ShareGPT conversation or a prompt.",
+            show_default="built-in prompts",
+        ),
+    ] = None,
+    task: Annotated[
+        list[str] | None,
+        _prompts(
+            metavar="TASK",
+            help="Only these of the built-in prompts: chat, code, maths, summarising, translation, long (repeatable).",
+            show_default=False,
+        ),
+    ] = None,
+    output_len: Annotated[int, _prompts(help="Longest answer, in tokens.")] = 128,
+    ignore_eos: Annotated[bool, _prompts("--ignore-eos", help="All answers as long as that.")] = False,
+    temperature: Annotated[float, _prompts(help="0 takes the likeliest token.")] = 0.0,
+    top_p: Annotated[float, _prompts(help="Only the likeliest tokens that make up p.")] = 1.0,
+    top_k: Annotated[int, _prompts(help="Only the k likeliest tokens; 0 is off.")] = 0,
+    seed: Annotated[
+        int | None,
+        _prompts(help="Request n is sampled with seed + n. Endpoints get it only if it is given.", show_default="0"),
+    ] = None,
+    min_speedup: Annotated[float, _output(help="It pays above this.")] = 1.0,
+    out: Annotated[
+        Path | None,
+        _output(
+            metavar="FILE.json", help="Results; what is measured goes to FILE.jsonl beside it.", show_default="by time"
+        ),
+    ] = None,
+    resume: Annotated[bool, _output("--resume", help="Go on with --out, which broke off.")] = False,
+    report: Annotated[bool, _output("--report", help="Write FILE.html too: one page with pictures.")] = False,
+    form: Annotated[str, _output("--format", metavar="text|md|json", help="On stdout.")] = "text",
+    show: Annotated[
+        Path | None, _output(metavar="FILE.json", help="Measure nothing: show these results.", show_default=False)
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None, _output(help="Measure nothing: what changed between two results.", show_default=False)
+    ] = None,
+    debug: Debug = False,
+    shape: ShapeFlags,
+    engine: EngineFlags,
+    loading: LoadingFlags,
+) -> None:
+    """Measure whether speculation pays: both sides on the same prompts, in turn, over many rounds.
+
+    Exit code: 0 it pays at every level asked for, 4 at one it does not, 3 not shown, 1 failed or not to be judged.
+
+    Examples:
+
+    eyas bench smollm2 --drafter ./my-drafter --concurrency 1,8 --report
+
+    eyas bench --without http://127.0.0.1:30000 --with http://127.0.0.1:30001 --concurrency 1,4,16
+
+    eyas bench --without http://a:8000 --with http://b:8000 --request-rate 2,8 --dataset chats.jsonl --format md
+    """
+    refuse(
+        (form not in ("text", "md", "json"), f"--format is text, md or json, got {form!r}."),
+        ((show or compare) and (target or without or with_), "--show and --compare measure nothing: name no sides."),
+        (show and compare, "--show and --compare exclude each other."),
+    )
+    if compare is not None:
+        return show_comparison(compare, form)
+    if show is not None:
+        from eyas.bench.benchmark import exit_code, read
+
+        made = read(show)
+        return finish(made, show, report, form, exit_code(made))
+    endpoints = (without, with_)
+    refuse(
+        (target is None and None in endpoints, "Name a TARGET, or two servers: --without URL and --with URL."),
+        (target is not None and endpoints != (None, None), "TARGET is for the embedded engine: it excludes servers."),
+        (target is None and drafter, "--drafter is for TARGET: servers have theirs."),
+        (target is not None and (model or completions), "--model and --completions are for servers."),
+        (
+            target is None and (shape, engine, loading) != (ShapeFlags(), EngineFlags(), LoadingFlags()),
+            "Flags for draft shape, engine and loading are for TARGET: servers were launched with theirs.",
+        ),
+        (dataset and task, "--task chooses among the built-in prompts: it excludes --dataset."),
+        (concurrency and request_rate, "--concurrency and --request-rate exclude each other."),
+        (rounds < 1, f"--rounds must be at least 1, got {rounds}."),
+        (warmup < 0, f"--warmup must be at least 0, got {warmup}."),
+        (num_prompts is not None and num_prompts < 1, f"--num-prompts must be at least 1, got {num_prompts}."),
+        (not 0 < min_speedup < 100, f"--min-speedup must be above 0, got {min_speedup}."),
+        (resume and out is None, "--resume goes on with a file: name it with --out."),
+        (target is not None and engine.speculation == "off", "--speculation off leaves nothing to compare."),
+    )
+    if missing := [name for name in ("httpx", "scipy") if find_spec(name) is None]:  # not after hours of measuring
+        raise UsageError(f"eyas bench needs {' and '.join(missing)}: install the extra eyas[bench].")
+    from eyas.bench import journal
+    from eyas.bench.benchmark import Benchmark
+    from eyas.bench.pairing import Plan
+    from eyas.bench.provenance import provenance, training_seconds
+
+    sampling = SamplingParams(
+        temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=output_len, ignore_eos=ignore_eos, seed=seed or 0
+    )
+    levels = levels_of(concurrency or (EMBEDDED_AT if target else ENDPOINTS_AT), request_rate)
+    chosen = choose_drafter(target, drafter) if target else None
+    workload = read_workload(dataset, task)
+    where = out or Path(f"eyas-bench-{datetime.now():%Y%m%d-%H%M%S}.json")
+    refuse((where.suffix != ".json", f"--out ends in .json, got {str(where)!r}."))
+    journal.check(where.with_suffix(".jsonl"), resume)  # before anything is loaded
+    if target is not None:
+        sides = embedded(target, chosen, sampling, shape, engine, loading, debug)
+    else:
+        sides = servers(without, with_, model, completions, sampling, seeded=seed is not None)
+    benchmark = Benchmark(
+        sides,
+        workload,
+        Plan(levels, sampling, rounds, num_prompts, warmup),
+        where,
+        resume,
+        min_speedup,
+        provenance(sys.argv),
+        training_seconds(Path(chosen)) if chosen and Path(chosen).is_dir() else None,
+    )
+    made = run(benchmark)
+    finish(made, where, report, form, made["verdict"]["exit_code"])
+
+
+# What is asked for
+
+
+def levels_of(concurrency: str, rate: str | None) -> tuple[Level, ...]:
+    from eyas.bench.passes import Level
+
+    flag, text = ("--request-rate", rate) if rate else ("--concurrency", concurrency)
+    try:
+        values = [float(part) if rate else int(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or len(set(values)) < len(values) or not all(0 < value < math.inf for value in values):
+        numbers = "numbers above 0" if rate else "whole numbers above 0"
+        raise UsageError(f"{flag} takes different {numbers} with commas between them, got {text!r}.")
+    return tuple(Level("request rate" if rate else "concurrency", value) for value in sorted(values))
+
+
+def read_workload(dataset: Path | None, tasks: Sequence[str] | None) -> Workload:
+    from eyas.bench.workload import builtin, from_file
+
+    workload = from_file(dataset) if dataset else builtin(tasks or ())
+    for note in workload.notes:
+        notice(note)
+    return workload
+
+
+def choose_drafter(target: str, asked: str | None) -> str:
+    from eyas.drafter.shipped import shipped_drafter
+
+    if asked is not None:
+        return asked
+    if shipped := shipped_drafter(target):
+        return str(shipped)
+    raise UsageError(f"no drafter comes with Eyas for {target}: name one with --drafter.")
+
+
+def embedded(
+    target: str,
+    drafter: str | None,
+    sampling: SamplingParams,
+    shape: ShapeFlags,
+    engine: EngineFlags,
+    loading: LoadingFlags,
+    debug: bool,
+) -> Mapping[Name, Side]:
+    from eyas.bench.sides import Embedded, EngineSide
+
+    both = Embedded(loading.load(target, drafter, shape.shape(), engine, debug=debug))
+    return {"without": EngineSide("without", both, sampling), "with": EngineSide("with", both, sampling)}
+
+
+def servers(
+    without: str | None,
+    with_: str | None,
+    model: str | None,
+    completions: bool,
+    sampling: SamplingParams,
+    *,
+    seeded: bool,
+) -> Mapping[Name, Side]:
+    from eyas.bench.client import Endpoint
+    from eyas.bench.sides import EndpointSide
+
+    assert without is not None and with_ is not None
+    seeded = seeded and sampling.temperature > 0
+    plain, speculative = (Endpoint(url, model=model, completions=completions) for url in (without, with_))
+    return {
+        "without": EndpointSide("without", plain, sampling, seeded),
+        "with": EndpointSide("with", speculative, sampling, seeded),
+    }
+
+
+# While it runs
+
+
+def run(benchmark: Benchmark) -> dict[str, Any]:
+    try:
+        with following() as report:
+            return asyncio.run(benchmark.run(report))
+    except KeyboardInterrupt:
+        if benchmark.journal.exists():
+            notice(f"what was measured is kept: --resume --out {benchmark.out} goes on.")
+        raise typer.Exit(INTERRUPTED) from None
+
+
+@contextmanager
+def following() -> Iterator[Report]:
+    """On a terminal a bar with what is measured now; elsewhere a line for each round."""
+    with bar() if console(stderr=True).is_terminal else lines() as report:
+        yield report
+
+
+@contextmanager
+def bar() -> Iterator[Report]:
+    from rich import progress
+
+    times = progress.TimeElapsedColumn(), progress.TimeRemainingColumn()
+    columns = (progress.BarColumn(), progress.TaskProgressColumn(), *times, "{task.description}")
+    with progress.Progress(
+        *columns, console=console(stderr=True), transient=True, redirect_stdout=False, redirect_stderr=False
+    ) as bars:
+        line = bars.add_task("", total=None)
+
+        def report(news: Progress | str) -> None:
+            if isinstance(news, str):
+                bars.update(line, description=clean(news))
+                return
+            what = f"round {news.turn + 1}/{news.rounds}, {news.level}, {news.task}: {so_far(news.pairs, [news.level])}"
+            bars.update(line, description=clean(what), total=1.0, completed=news.share)
+
+        yield report
+
+
+@contextmanager
+def lines() -> Iterator[Report]:
+    err, last = console(stderr=True), 0
+
+    def report(news: Progress | str) -> None:
+        nonlocal last
+        if isinstance(news, str):
+            err.print(f"{news} ...", soft_wrap=True)
+        elif news.turn + 1 > last or news.share >= 1:
+            if last or news.share >= 1:
+                levels = list(dict.fromkeys(pair.level for pair in news.pairs))
+                err.print(f"round {max(last, 1)} of {news.rounds}: {so_far(news.pairs, levels)}", soft_wrap=True)
+            last = news.turn + 1
+
+    yield report
+
+
+def so_far(pairs: Sequence[Pair], levels: Sequence[Level]) -> str:
+    """Speeds and speedup at each level, of all that is measured yet."""
+    from eyas.bench.passes import speed
+
+    parts = []
+    for level in levels:
+        here = [pair for pair in pairs if pair.level == level]
+        plain, speculative = (speed([pair.sides[name] for pair in here]) for name in ("without", "with"))
+        if plain and speculative:
+            parts.append(f"{speculative / plain:.2f}x at {level.value:g} ({plain:,.0f} -> {speculative:,.0f} tok/s)")
+    return ", ".join(parts) or "no pair yet"
+
+
+# What is shown
+
+
+def finish(made: dict[str, Any], where: Path, report: bool, form: str, code: int) -> None:
+    """Shows results, writes the page, and leaves with the verdict's exit code."""
+    from eyas.bench.benchmark import write
+    from eyas.bench.report import html, markdown
+
+    if report:
+        page = where.with_suffix(".html")
+        write(page, html(made))
+        notice(f"the report is {page}")
+    if form == "json":
+        from eyas.cli.records import print_json
+
+        print_json(made)
+    elif form == "md":
+        print(markdown(made), end="")
+    else:
+        show_text(made, where)
+    if code:
+        raise typer.Exit(code)
+
+
+def show_text(made: Mapping[str, Any], where: Path) -> None:
+    from rich.text import Text
+
+    from eyas.bench import report
+    from eyas.cli.eval import as_table
+
+    out = console()
+    out.width = min(out.width, WIDTH) if out.is_terminal else WIDTH
+    colours = {"pays": "bold green", "not shown": "bold yellow"}
+    verdict = made["verdict"]
+    out.print(Text(report.title(made).upper(), colours.get(verdict["outcome"], "bold red")))
+    out.print(clean(verdict["sentence"]))
+    out.print(as_table("", text_cells(made)))
+    for name, value in report.headline(made)[1:]:
+        out.print(clean(f"{name}: {value}"))
+    out.print(clean(made["agreement"]["sentence"]))
+    for note in made["notes"]:
+        out.print(clean(f"note: {note}"))
+    out.print(clean(f"{report.confidence(made)} Everything is in {where}."))
+
+
+def text_cells(made: Mapping[str, Any]) -> list[list[str]]:
+    """What fits a terminal: times per token are medians."""
+    rows = made["rows"]
+    header = [
+        rows[0]["level"]["kind"],
+        "task",
+        "verdict",
+        "speedup",
+        "95% interval",
+        "tok/s",
+        "first ms",
+        "per token ms",
+    ]
+    return [[*header, "accept. length"], *map(_text_row, rows)]
+
+
+def _text_row(row: Mapping[str, Any]) -> list[str]:
+    length = (row["acceptance"] or {}).get("acceptance_length")
+    high = "∞" if row["high"] is None else f"{row['high']:.2f}"
+    sides = [row["without"], row["with"]]
+    return [
+        f"{row['level']['value']:g}",
+        row["task"],
+        row["word"],
+        f"{row['speedup']:.2f}x",
+        f"{row['low']:.2f}-{high}",
+        " > ".join(f"{side['tokens_per_second']:,.0f}" for side in sides),
+        *(
+            " > ".join(f"{1000 * side[name]['p50']:,.3g}" if side[name] else "-" for side in sides)
+            for name in ("first", "per_token")
+        ),
+        "?" if length is None else f"{length:.2f}",
+    ]
+
+
+def show_comparison(paths: tuple[Path, Path], form: str) -> None:
+    from eyas.bench.benchmark import read
+    from eyas.bench.compare import compare
+    from eyas.bench.report import markdown_table
+    from eyas.cli.eval import as_table
+
+    cells, unlike = compare(*(read(path) for path in paths))
+    if form == "json":
+        from eyas.cli.records import print_json
+
+        for row in cells[1:]:
+            print_json(dict(zip(cells[0], row, strict=True)))
+    elif form == "md":
+        print(markdown_table(cells))
+    else:
+        out = console()
+        out.width = out.width if out.is_terminal else 160
+        out.print(as_table("", cells))
+    for line in unlike:
+        notice(f"they differ: {line}")
