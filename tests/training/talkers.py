@@ -108,9 +108,18 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 256
 
-    def __init__(self, tokenizer: Any, *, ids: bool = True, takes_ids: bool = True, completions: bool = True):
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        ids: bool = True,
+        takes_ids: bool = True,
+        completions: bool = True,
+        strict: bool = False,
+    ):
         super().__init__(("127.0.0.1", 0), Handler)
         self.tokenizer, self.ids, self.takes_ids, self.completions = tokenizer, ids, takes_ids, completions
+        self.strict = strict  # refuses fields that it does not know
         self.models, self.delay, self.repeats = ["m"], 0.0, ""
         self.faults: list[tuple[int, str, dict[str, str]]] = []
         self.asked: list[dict[str, Any]] = []
@@ -163,6 +172,8 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(*fault)
         elif not chat and not server.completions:
             self.reply(404, json.dumps({"error": {"message": "Not Found"}}))
+        elif server.strict and "repetition_detection" in body:
+            self.reply(400, json.dumps({"error": {"message": "repetition_detection is no field"}}))
         elif not chat and not server.takes_ids and isinstance(body["prompt"], list):
             self.reply(400, json.dumps({"error": {"message": "prompt must be a string"}}))
         else:

@@ -64,6 +64,13 @@ def test_token_ids_both_ways() -> None:
     }
 
 
+def test_a_server_that_cannot_stop_at_loops_is_not_asked_to() -> None:
+    with talkers.serving(TOKENIZER, strict=True) as server:
+        assert ask(server.url, [prompt()]) == [expected(prompt())]
+        request = server.asked[-1]
+    assert request["return_token_ids"] and "repetition_detection" not in request
+
+
 @pytest.mark.parametrize("how", [{"ids": False}, {"ids": False, "takes_ids": False}])
 def test_a_server_that_speaks_text(how: dict[str, bool]) -> None:
     with talkers.serving(TOKENIZER, **how) as server:
@@ -169,7 +176,7 @@ def test_one_refused_prompt_is_no_end() -> None:
 
 def test_nothing_there_at_all() -> None:
     with talkers.serving(TOKENIZER) as server:
-        server.faults = [(404, '{"error": "no such model"}', {})] * 3
+        server.faults = [(404, '{"error": "no such model"}', {})] * 4
         with pytest.raises(DataError, match=r"neither completions nor chat completions: .*no such model"):
             ask(server.url, [prompt()], model="x")
 

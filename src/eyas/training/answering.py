@@ -110,7 +110,7 @@ class EndpointAnswerer:
         ids = self._chat.prompt([{"role": "user", "content": "Hello"}])
         probe = Prompt(ids, [{"role": "user", "content": "Hello"}])
         refusal: Refused | None = None
-        for mode in ("ids", "text", "chat"):
+        for mode in ("ids, loops ended", "ids", "text", "chat"):
             try:
                 await self._ask(probe, SamplingParams(max_tokens=4), mode)
             except Refused as error:
@@ -147,11 +147,9 @@ class EndpointAnswerer:
         elif mode == "text":
             content = await self._request("POST", "/completions", {**asked, "prompt": self._text(prompt.ids)})
         else:
-            more = {
-                "stop_token_ids": list(sampling.stop_token_ids),
-                "return_token_ids": True,
-                "repetition_detection": ENOUGH,
-            }
+            more = {"stop_token_ids": list(sampling.stop_token_ids), "return_token_ids": True}
+            if mode != "ids":
+                more["repetition_detection"] = ENOUGH
             content = await self._request("POST", "/completions", {**asked, **more, "prompt": prompt.ids})
         return self._read(content, prompt)
 
