@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from eyas import __version__
-from eyas.cli import bench, check, convert, data, eval, patch, plan, run, train
+from eyas.cli import bench, check, convert, data, eval, patch, plan, run, serve, train
 from eyas.cli.console import error_line
 from eyas.cli.options import Debug
 from eyas.core import EyasError
@@ -27,6 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(run.run)
+app.command()(serve.serve)
 app.command(context_settings={"allow_extra_args": True})(check.check)
 app.command()(convert.convert)
 app.command()(patch.patch)

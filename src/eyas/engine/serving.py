@@ -6,14 +6,16 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncGenerator, Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from eyas.core import EyasError, Request, RequestError
-from eyas.engine.llm import LLM
-from eyas.engine.sequence import Output
 
-Listener = Callable[[Output | EyasError], None]
+if TYPE_CHECKING:  # a server opens its port before it imports torch, which takes seconds
+    from eyas.engine.llm import LLM
+    from eyas.engine.sequence import Output
+
+Listener: TypeAlias = "Callable[[Output | EyasError], None]"
 Command = Callable[[], None]
 
 
@@ -31,9 +33,10 @@ class AsyncLLM:
         self._thread = threading.Thread(target=self._run, name="eyas-engine", daemon=True)
         self._thread.start()
 
-    async def stream(self, request: Request) -> AsyncIterator[Output]:
+    async def stream(self, request: Request) -> AsyncGenerator[Output, None]:
         """Yields what becomes of a request. Raises its error, or RequestError where it cannot be served."""
-        loop, inbox = asyncio.get_running_loop(), asyncio.Queue[Output | EyasError]()
+        loop = asyncio.get_running_loop()
+        inbox: asyncio.Queue[Output | EyasError] = asyncio.Queue()
 
         def hear(news: Output | EyasError) -> None:
             tell(loop, inbox.put_nowait, news)
@@ -66,6 +69,11 @@ class AsyncLLM:
 
         self._send(run)
         return await future
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is answered any more: it was told to end, or its thread has died."""
+        return self._closed
 
     def close(self) -> None:
         """Ends all requests with an error, and the thread."""

@@ -1,0 +1,60 @@
+"""Images that come with a message: data URLs only, and never more pixels than are safe to decode."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from typing import TYPE_CHECKING
+
+from eyas.server.errors import refused
+from eyas.target.images import FORMATS, MAX_PIXELS
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_IMAGES = 16
+
+
+class ImageReader:
+    """Reads the images of one request, which share one allowance. Raises ApiError for what is none or too much."""
+
+    def __init__(self) -> None:
+        self._images, self._pixels = 0, 0
+
+    def read(self, url: str, where: str) -> Image:
+        """An image in RGB. ``where`` is the place in the request, for whoever has to find it."""
+        self._images += 1
+        if self._images > MAX_IMAGES:
+            raise refused(where, f"A request may have {MAX_IMAGES} images, and this one has more.")
+        return self._open(content_of(url, where), where)
+
+    def _open(self, content: bytes, where: str) -> Image:
+        try:
+            from PIL import Image, ImageOps, UnidentifiedImageError
+        except ImportError as error:
+            raise refused(where, "Images need Pillow at the server: install the extra eyas[vision].") from error
+        try:
+            with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+                self._pixels += image.width * image.height
+                if self._pixels > MAX_PIXELS:  # known before anything is decoded
+                    raise refused(where, f"The images of a request may have {MAX_PIXELS:,} pixels in all, not more.")
+                return ImageOps.exif_transpose(image).convert("RGB")
+        except UnidentifiedImageError as error:
+            raise refused(where, f"{where} is not an image that can be read ({', '.join(FORMATS)}).") from error
+        except Image.DecompressionBombError as error:
+            raise refused(where, f"{where} is too large to be decoded safely.") from error
+        except (OSError, ValueError, SyntaxError) as error:  # SyntaxError is Pillow's word for a broken PNG
+            raise refused(where, f"{where} is a damaged image ({type(error).__name__}).") from error
+
+
+def content_of(url: str, where: str) -> bytes:
+    head, comma, data = url.partition(",")
+    if not head.startswith("data:"):
+        raise refused(where, f"{where} must be a data URL (data:image/png;base64,...): nothing is fetched from afar.")
+    if not comma or not head.endswith(";base64"):
+        raise refused(where, f"{where} must be a data URL in base64: data:image/png;base64,...")
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise refused(where, f"{where} is not valid base64.") from error

@@ -1,0 +1,188 @@
+"""What clients may ask, in OpenAI's names and, beyond those, in vLLM's and SGLang's."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from eyas.server.errors import refused
+
+MAX_N = 128
+MOST = 10_000  # messages, parts of one, prompts
+INT32, INT64 = (1 << 31) - 1, (1 << 63) - 1
+Count = Annotated[int, Field(ge=1, le=INT32)]
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+
+# Fields that change no answer: they are taken and not looked at.
+HARMLESS = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+    | {"parallel_tool_calls", "prediction", "priority", "request_id", "rid", "cache_salt"}
+)
+
+# Fields that would change the answer if we had them, and the values with which they would not.
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("tools", "functions", "bad_words", "documents", "logits_processors"), ([],)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    **dict.fromkeys(("echo", "use_beam_search", "early_stopping", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(("no_stop_trim", "continue_final_message", "return_tokens_as_token_ids"), (False,)),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "add_generation_prompt"), (True,)),
+    **dict.fromkeys(("best_of", "length_penalty"), (1,)),
+    **dict.fromkeys(("audio", "web_search_options", "reasoning_effort", "chat_template", "lora_path"), ()),
+    **dict.fromkeys(("add_special_tokens", "truncate_prompt_tokens", "prompt_logprobs", "allowed_token_ids"), ()),
+    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "custom_logit_processor", "return_hidden_states"), ()),
+    "repetition_detection": (),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "suffix": ("",),
+    "chat_template_kwargs": ({},),
+}
+
+
+class Asked(BaseModel):
+    """null stands for a field that is not there. Fields that are not ours are kept, to be told apart."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
+
+
+class StreamOptions(Asked):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class ResponseFormat(Asked):
+    type: str
+
+
+class ImageUrl(Asked):
+    url: str
+
+
+class Part(Asked):
+    """A piece of a message."""
+
+    type: str
+    text: str | None = None
+    image_url: ImageUrl | str | None = None
+
+
+class Message(Asked):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[Part], Field(max_length=MOST, fail_fast=True)] | None = None
+
+
+class Shared(Asked):
+    """What both endpoints take."""
+
+    model: str | None = None
+    n: int = Field(1, ge=1, le=MAX_N)
+    max_tokens: Count | None = None
+    min_tokens: int = Field(0, ge=0, le=INT32)
+    temperature: float | None = Field(None, ge=0, le=1000)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=INT32, description="0 and -1 are off.")
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    presence_penalty: float = Field(0, ge=-2, le=2)
+    frequency_penalty: float = Field(0, ge=-2, le=2)
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=1024)
+    seed: int | None = Field(None, ge=-INT64 - 1, le=INT64, description="The n-th answer counts n - 1 up from it.")
+    stop: Stop | Annotated[list[Stop], Field(max_length=4)] = []
+    stop_token_ids: list[int] = Field([], max_length=64)
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = Field(False, description="As vLLM has it: token_ids of answers, and of prompts.")
+    speculation: Literal["auto", "off"] = Field(
+        "auto", description="off decodes this request plainly: the text stays the same."
+    )
+
+
+class ChatRequest(Shared):
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST, fail_fast=True)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+
+
+# millions of wrong entries are one error
+Ids = Annotated[list[int], Field(max_length=1 << 20, fail_fast=True)]
+Texts = Annotated[list[str], Field(max_length=MOST, fail_fast=True)]
+PromptField = str | Texts | Ids | Annotated[list[Ids], Field(max_length=MOST, fail_fast=True)]
+
+
+class CompletionRequest(Shared):
+    prompt: PromptField
+    logprobs: int | None = Field(None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+
+    @field_validator("prompt", mode="wrap")
+    @classmethod
+    def _one_error(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise PydanticCustomError("prompt", "expected text, token ids, or a list of either") from None
+
+
+class ErrorObject(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    error: ErrorObject
+
+
+FIELDS = frozenset(
+    name
+    for model in (ChatRequest, CompletionRequest, Message, Part, ImageUrl, StreamOptions, ResponseFormat)
+    for name in model.model_fields
+)
+
+
+def prompt_count(prompt: PromptField) -> int:
+    """One text or one list of token ids is one prompt."""
+    return 1 if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else len(prompt)
+
+
+def check_fields(asked: ChatRequest | CompletionRequest) -> None:
+    """Raises ApiError for what changes the meaning of a request and is not there, and for what nobody knows."""
+    for name, value in (asked.model_extra or {}).items():
+        if name in HARMLESS or value in UNSUPPORTED.get(name, ()):
+            continue
+        if name in UNSUPPORTED:
+            raise refused(name, f"{name} is not supported: leave it out.", "unsupported_parameter")
+        near = difflib.get_close_matches(name, type(asked).model_fields, 1)
+        hint = f"do you mean {near[0]}?" if near else "see /openapi.json for what there is."
+        raise refused(name[:64], f"Unknown field {name[:64]!r}: {hint}", "unknown_parameter")
+    if asked.response_format and asked.response_format.type != "text":
+        raise refused(
+            "response_format",
+            "response_format: this server does not constrain its output yet, only type 'text' is supported.",
+            "unsupported_parameter",
+        )
+    if asked.stream_options and not asked.stream:
+        raise refused("stream_options", "stream_options is for streams only: set stream to true, or leave it out.")
+    if isinstance(asked, ChatRequest) and asked.top_logprobs is not None and not asked.logprobs:
+        raise refused("top_logprobs", "top_logprobs needs logprobs to be true.")

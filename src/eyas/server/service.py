@@ -1,0 +1,145 @@
+"""The engine as the server sees it: loading, ready or draining; who is let in; many answers as one stream."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+
+from eyas.core import EyasError, Request, RequestError
+from eyas.engine.serving import AsyncLLM
+from eyas.server.errors import later, refused
+from eyas.server.metrics import Metrics, Snapshot
+from eyas.server.parameters import default_sampling
+from eyas.server.prompts import Encoder
+from eyas.server.record import Record
+from eyas.server.settings import Settings
+
+if TYPE_CHECKING:  # torch is imported by what loads the target, behind the open port
+    from eyas.engine.llm import LLM
+    from eyas.engine.sequence import Output
+
+T = TypeVar("T")
+News: TypeAlias = "tuple[int, Output]"
+
+
+class Service:
+    """Belongs to one event loop. Until ``open`` and from ``drain`` on, everybody is told to come back later."""
+
+    def __init__(self, settings: Settings):
+        self.settings, self.metrics = settings, Metrics()
+        self.status: Literal["loading", "ready", "draining"] = "loading"
+        self.began = int(time.time())
+        self.open_requests = 0  # HTTP requests being answered
+        self.in_flight = 0  # answers that the engine has, running or waiting
+        self._engine: AsyncLLM | None = None
+        self._threads = ThreadPoolExecutor(1, "eyas-encode")  # one: a tokenizer is not for several at a time
+
+    def open(self, llm: LLM) -> None:
+        """The target is there: from now on requests are answered."""
+        self.encoder = Encoder(llm)
+        self.defaults = default_sampling(llm.target.model) if self.settings.model_defaults else {}
+        self.places = llm.engine.scheduler.max_running + self.settings.max_queued_requests
+        self._engine, self.status = AsyncLLM(llm), "ready"
+
+    async def drain(self, timeout: float) -> None:
+        """Lets nobody in any more, waits for those who are there, and ends those who are still there after that."""
+        self.status = "draining"
+        deadline = time.monotonic() + timeout
+        while self.open_requests and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.close)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def engine(self) -> AsyncLLM:
+        """Raises ApiError where requests cannot be answered (yet, or any more)."""
+        if self.status == "loading":
+            raise later(503, "The target is still being loaded: try again in a few seconds.", "loading", 5)
+        if self.status == "draining":
+            raise later(
+                503, "The server is shutting down: ask another one, or this one once it is back.", "draining", 30
+            )
+        assert self._engine is not None
+        if self._engine.closed:
+            raise later(503, "The engine has stopped: the server must be started anew.", "engine_stopped", 60)
+        return self._engine
+
+    @property
+    def llm(self) -> LLM:
+        return self.engine.llm
+
+    def check_open(self, answers: int = 1) -> None:
+        """Raises ApiError where so many more answers cannot be taken on."""
+        _ = self.engine
+        if answers > self.places:
+            raise refused(
+                None, f"A request for {answers} answers is too much: {self.places} can be in the queue in all."
+            )
+        # the latter: some wait for the tokenizer, and some read slowly what is finished
+        if self.in_flight + answers > self.places or self.open_requests > 2 * self.places:
+            message = f"{self.in_flight} answers are running or waiting, {self.places} can be: try again in a moment."
+            raise later(429, message, "queue_full", 1)
+
+    async def encode(self, function: Callable[..., T], *args: object) -> T:
+        """Runs something that would keep everybody else waiting."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+
+    async def snapshot(self) -> Snapshot | None:
+        """The engine's state, None where there is no engine (yet, or any more)."""
+        if self._engine is None or self._engine.closed:
+            return None
+        engine = self._engine.llm.engine
+        return await self._engine.call(lambda: Snapshot.of(engine))
+
+    async def answer(self, requests: Sequence[Request], record: Record) -> AsyncGenerator[News, None]:
+        """Yields what becomes of ``requests``, each by its number. Who leaves frees what they held at once.
+
+        Raises ApiError where there is no room for them; any other error ends them all.
+        """
+        self.check_open(len(requests))
+        inbox: asyncio.Queue[News | Exception] = asyncio.Queue()
+        self.in_flight += len(requests)
+        tasks = [asyncio.create_task(self._pump(*pair, inbox, record)) for pair in enumerate(requests)]
+        for task in tasks:  # even if it is cancelled before it has begun; not when a slow reader has read all
+            task.add_done_callback(self._leave)
+        try:
+            unfinished = len(tasks)
+            while unfinished:
+                news = await inbox.get()
+                if isinstance(news, Exception):
+                    raise news
+                yield news
+                unfinished -= news[1].finish_reason is not None
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _leave(self, task: asyncio.Task) -> None:
+        self.in_flight -= 1
+
+    async def _pump(self, number: int, request: Request, inbox: asyncio.Queue, record: Record) -> None:
+        last, first = record.begin, True
+        try:
+            async with aclosing(self.engine.stream(request)) as outputs:
+                async for output in outputs:
+                    now = time.perf_counter()
+                    record.first = record.first or now
+                    record.completion_tokens += len(output.emitted)
+                    self.metrics.heard(output, now - last, first)
+                    if output.finish_reason is not None:
+                        self.metrics.finished(output, len(request.prompt_ids), now - record.begin)
+                    inbox.put_nowait((number, output))
+                    last, first = now, False
+        except Exception as error:
+            inbox.put_nowait(self._told(error))
+
+    def _told(self, error: Exception) -> Exception:
+        """An engine that was closed is no fault: the server was told to end."""
+        if self.status == "draining" and isinstance(error, EyasError) and not isinstance(error, RequestError):
+            return later(503, "The server was shut down before the answer was complete.", "draining", 30)
+        return error

@@ -1,0 +1,296 @@
+"""Callers that leave, servers that are full, not ready yet or told to end, and what breaks in between."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from cli import tiny
+from server.live import ASKED, CHAT, COMPLETIONS, PATIENCE, Live, chat, completion, model, plainly, wait_for
+from server.test_errors import error_of
+
+from eyas.core import EyasError, SamplingParams, TargetError
+from eyas.engine.llm import LLM
+
+LONG = 200
+
+
+def slow(**settings: Any) -> LLM:
+    """A step takes a while: nothing that is waited for here is over by itself before it should be."""
+    made = model(**settings)
+    step = made.engine.step
+
+    def stepping() -> Any:
+        time.sleep(0.02)
+        return step()
+
+    made.engine.step = stepping  # type: ignore[method-assign]
+    return made
+
+
+@contextlib.contextmanager
+def serving(load: Callable[[], LLM] = slow, **settings: Any) -> Iterator[Live]:
+    server = Live(load, **settings)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def finished(server: Live) -> float:
+    """Answers that came to their end."""
+    return sum(
+        s.value for family in server.service.metrics._finished.collect() for s in family.samples if "total" in s.name
+    )
+
+
+@contextlib.contextmanager
+def streaming(server: Live, **more: Any) -> Iterator[Iterator[str]]:
+    """The lines of an answer of which the first piece is there."""
+    asked = chat(**{"max_tokens": LONG, "stream": True, **more})
+    with server.http() as client, client.stream("POST", CHAT, json=asked) as reply:
+        lines = reply.iter_lines()
+        assert next(lines).startswith("data: {") and reply.status_code == 200
+        yield lines
+
+
+# Callers that leave
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_who_leaves_a_stream_frees_its_places_at_once(n):
+    with serving() as server:
+        with streaming(server, n=n):
+            assert server.state()[0] == n == server.state()[2]
+        wait_for(lambda: server.state() == (0, 0, 0))
+        assert finished(server) == 0
+        wait_for(lambda: server.service.open_requests == 0)
+
+
+@pytest.mark.parametrize("path, asked", [(CHAT, chat), (COMPLETIONS, completion)], ids=["chat", "completion"])
+def test_who_leaves_while_all_is_made_at_once(path, asked):
+    with serving() as server:
+        with pytest.raises(httpx.ReadTimeout), server.http() as client:
+            client.post(path, json=asked(max_tokens=LONG), timeout=httpx.Timeout(PATIENCE, read=0.5))
+        wait_for(lambda: server.state() == (0, 0, 0))
+        assert finished(server) == 0
+
+
+def test_who_waits_can_leave_too():
+    with serving(lambda: slow(max_running_requests=1)) as server, streaming(server, max_tokens=80) as lines:
+        with pytest.raises(httpx.ReadTimeout), server.http() as client:
+            client.post(CHAT, json=chat(max_tokens=LONG, stream=True), timeout=httpx.Timeout(PATIENCE, read=0.2))
+        wait_for(lambda: server.state()[1:] == (0, 1))
+        assert finished(server) == 0
+        assert list(lines)[-2] == "data: [DONE]"
+        wait_for(lambda: server.state() == (0, 0, 0))
+        assert finished(server) == 1
+
+
+def test_crowds_that_come_and_leave(live):
+    """Nothing is mixed up, lost or left behind."""
+    texts = {n: plainly(ASKED, SamplingParams(temperature=1.0, max_tokens=15, seed=n)).text for n in range(40)}
+
+    def ask(number: int) -> str | None:
+        rest = random.Random(number)
+        with live.http() as client:
+            if number % 2:
+                return client.post(CHAT, json=chat(seed=number, max_tokens=15)).json()["choices"][0]["message"][
+                    "content"
+                ]
+            with client.stream("POST", CHAT, json=chat(seed=number, max_tokens=15, stream=True)) as reply:
+                for _ in zip(reply.iter_lines(), range(rest.randrange(1, 12)), strict=False):
+                    pass
+        return None
+
+    with ThreadPoolExecutor(16) as crowd:
+        for number, text in enumerate(crowd.map(ask, texts)):
+            assert text is None or text == texts[number]
+    wait_for(lambda: live.state() == (0, 0, 0))
+
+
+# Too many
+
+
+def test_a_full_server_says_so_at_once():
+    with serving(lambda: slow(max_running_requests=1), max_queued_requests=1) as server:
+        with streaming(server, max_tokens=100), ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(server.post, CHAT, json=chat())
+            wait_for(lambda: server.state() == (1, 1, 2))
+            for path, asked in ((CHAT, chat()), (CHAT, chat(stream=True)), (COMPLETIONS, completion())):
+                reply = server.post(path, json=asked)
+                assert error_of(reply, 429)["code"] == "queue_full" and int(reply.headers["retry-after"]) >= 1
+            with pytest.raises(openai.RateLimitError, match="running or waiting"):
+                server.openai().chat.completions.create(**chat())
+            assert server.get("/health").status_code == 200
+            assert waiting.result().status_code == 200
+        assert server.openai(max_retries=2).chat.completions.create(**chat()).usage.completion_tokens == 12
+        error = error_of(server.post(CHAT, json=chat(n=3)))
+        assert "3 answers" in error["message"]
+
+
+def test_two_choices_need_two_places():
+    with serving(lambda: slow(max_running_requests=2), max_queued_requests=0) as server, streaming(server):
+        assert error_of(server.post(CHAT, json=chat(n=2)), 429)
+        assert server.post(CHAT, json=chat(max_tokens=2)).status_code == 200
+
+
+# Not yet
+
+
+def test_the_port_is_open_while_the_target_loads():
+    go_on = threading.Event()
+
+    def load() -> LLM:
+        assert go_on.wait(PATIENCE)
+        return model()
+
+    server = Live(load, ready=False)
+    for reply in (server.get("/health"), server.get("/v1/models"), server.post(CHAT, json=chat())):
+        assert error_of(reply, 503)["code"] == "loading" and int(reply.headers["retry-after"]) >= 1
+    assert server.get("/metrics").status_code == 200 and server.get("/openapi.json").status_code == 200
+    go_on.set()
+    wait_for(lambda: server.service.status == "ready")
+    assert server.openai().chat.completions.create(**chat()).usage.completion_tokens == 12
+    assert server.get("/health").json() == {"status": "ready"}
+    server.close()
+
+
+def test_a_target_that_cannot_be_loaded_ends_the_server():
+    def load() -> LLM:
+        raise TargetError("there is no such target")
+
+    server = Live(load)
+    server.ended()
+    assert isinstance(server.failure, TargetError)
+    with pytest.raises(httpx.ConnectError):
+        server.get("/health")
+
+
+def test_told_to_end_while_the_target_loads():
+    forever = threading.Event()
+    server = Live(lambda: forever.wait() and model(), ready=False)  # type: ignore[arg-type, return-value]
+    assert server.get("/health").status_code == 503
+    server.tell_to_end()
+    server.ended()
+    assert server.finished is False and server.failure is None
+    forever.set()
+
+
+def test_an_address_that_is_taken(live):
+    from eyas.server.lifecycle import listening
+
+    port = int(live.url.rpartition(":")[2])
+    with pytest.raises(EyasError, match=f"cannot listen on 127.0.0.1:{port}.*--port"):
+        listening("127.0.0.1", port)
+
+
+# The end
+
+
+def test_what_was_begun_is_answered_before_the_end():
+    alone = plainly(ASKED, SamplingParams(temperature=1.0, max_tokens=40, seed=3))
+    server = Live(lambda: slow(max_running_requests=1), drain_timeout=PATIENCE)
+    with ThreadPoolExecutor(1) as pool, streaming(server, max_tokens=40, seed=3) as lines:
+        waiting = pool.submit(server.post, CHAT, json=chat(max_tokens=40))
+        wait_for(lambda: server.state()[1] == 1)
+        server.tell_to_end()
+        wait_for(lambda: server.service.status == "draining")
+        for refused in (server.get("/health"), server.post(CHAT, json=chat()), server.get("/v1/models")):
+            assert error_of(refused, 503)["code"] == "draining" and refused.headers["retry-after"]
+        pieces = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert pieces[-1]["choices"][0]["finish_reason"] == alone.finish_reason
+        assert waiting.result().json()["choices"][0]["message"]["content"] == alone.text
+    server.ended()
+    assert server.finished and server.failure is None and not server.engine._thread.is_alive()
+    with pytest.raises(httpx.ConnectError):
+        server.get("/health")
+
+
+@pytest.mark.parametrize("how", ["timeout", "told twice"])
+def test_who_takes_too_long_is_told(how):
+    server = Live(slow, drain_timeout=0.3 if how == "timeout" else 3600)
+    with ThreadPoolExecutor(1) as pool, streaming(server) as stream:
+        whole: Future[httpx.Response] = pool.submit(server.post, CHAT, json=chat(max_tokens=LONG))
+        wait_for(lambda: server.state()[0] == 2)
+        server.tell_to_end()
+        if how == "told twice":
+            server.tell_to_end()
+        lines = [line for line in stream if line]
+        assert json.loads(lines[-2][6:])["error"]["code"] == "draining" and lines[-1] == "data: [DONE]"
+        assert error_of(whole.result(), 503)["code"] == "draining"
+    server.ended()
+    assert server.finished and server.failure is None
+
+
+# What breaks
+
+
+def test_a_target_that_breaks_on_a_prompt():
+    def load() -> LLM:
+        return LLM(tiny.poisoned(), tiny.tokenizer(), context_length=128)
+
+    with serving(load) as server:
+        poison = chat(messages=[{"role": "user", "content": "w40"}])
+        for asked in (poison, {**poison, "stream": True}):
+            assert error_of(server.post(CHAT, json=asked), 500)["code"] == "non_finite_logits"
+        assert server.post(CHAT, json=chat()).status_code == 200
+        with pytest.raises(openai.InternalServerError):
+            server.openai().chat.completions.create(**poison)
+
+
+def test_an_engine_that_fails_in_the_middle():
+    with serving() as server:
+        engine = server.engine.llm.engine
+        step, due = engine.step, threading.Event()
+
+        def failing() -> Any:
+            if due.is_set():
+                due.clear()
+                raise RuntimeError("the roof falls in")
+            return step()
+
+        engine.step = failing
+        client = server.openai()
+        stream = iter(client.chat.completions.create(**chat(max_tokens=LONG), stream=True))
+        next(stream)
+        due.set()
+        with pytest.raises(openai.APIError, match="the roof falls in"):
+            list(stream)
+        wait_for(lambda: server.state() == (0, 0, 0))
+        assert client.chat.completions.create(**chat()).usage.completion_tokens == 12
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_mistake_of_the_servers_own_is_logged_and_not_told(live, monkeypatch, caplog, streamed):
+    def mistaken(*args: Any) -> Any:
+        raise ZeroDivisionError("w5 w9 w77")
+
+    caplog.set_level(logging.INFO, "eyas.server")
+    with monkeypatch.context() as patch:
+        patch.setattr(live.service.encoder, "chat", mistaken)
+        error = error_of(live.post(CHAT, json=chat(stream=streamed)), 500)
+        assert error["code"] == "internal_error" and "w77" not in error["message"]
+    wait_for(lambda: any("fault" in r.getMessage() for r in caplog.records))
+    (fault,) = [r.getMessage() for r in caplog.records if "fault" in r.getMessage()]
+    assert "ZeroDivisionError" in fault and "in mistaken" in fault and "w77" not in fault.replace('"w5 w9 w77"', "")
+    assert live.post(CHAT, json=chat()).status_code == 200
+
+
+def test_an_engine_that_is_gone():
+    server = Live()
+    server.engine.close()
+    for reply in (server.get("/health"), server.post(CHAT, json=chat())):
+        assert error_of(reply, 503)["code"] == "engine_stopped"
+    assert server.get("/metrics").status_code == 200
+    server.close()
