@@ -19,7 +19,8 @@ test: lint ## install Eyas with its test tools, check style and types, run all t
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
 test-engines: $(VENV)/.eyas-test build/peers-vllm/.installed build/peers-sglang/.installed wheels ## tests in the real engines, in environments of their own
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/plugin tests/engines tests/bridges/test_patch.py
+	EYAS_VLLM_PYTHON=$(CURDIR)/build/peers-vllm/bin/python \
+	  $(VENV)/bin/python -m pytest tests/plugin tests/engines tests/bridges/test_patch.py
 
 lint: $(VENV)/.eyas-test ## check style and types only
 	$(VENV)/bin/ruff check .

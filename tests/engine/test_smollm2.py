@@ -6,10 +6,10 @@ import pytest
 from scripted import Script, ScriptedDrafter
 
 from eyas.core import DraftShape, SamplingParams
-from eyas.drafter.eagle3 import Eagle3Drafter
-from eyas.drafter.model import untrained
-from eyas.engine.llm import LLM
+from eyas.drafter.shipped import shipped_drafter
+from eyas.engine.llm import LLM, load
 from eyas.engine.lossless import Comparer
+from eyas.engine.stats import AcceptanceStats
 from eyas.target.adapter import HFTarget
 from eyas.target.loading import load_target
 
@@ -46,24 +46,20 @@ def messages(prompt: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": prompt}]
 
 
-def pair(dtype: str, shape: DraftShape) -> LLM:
-    loaded = load_target("smollm2", dtype=dtype)
-    target = HFTarget(loaded.model)
-    sizes = {"draft_vocab_size": 8192, "dtype": target.dtype}
-    drafter = Eagle3Drafter(untrained(target.hidden_size, target.num_layers, target.vocab_size, **sizes))
-    return LLM(target, loaded.tokenizer, drafter=drafter, shape=shape, context_length=512, speculation="fixed")
-
-
 @pytest.mark.parametrize(("dtype", "shape"), [("float32", DraftShape(4, 1, 5)), ("bfloat16", DraftShape(3, 2, 8))])
 def test_same_tokens_on_twenty_prompts(dtype: str, shape: DraftShape) -> None:
-    llm = pair(dtype, shape)
-    comparer = Comparer(llm)
+    """With the drafter that comes with Eyas, which is right about half of the time."""
+    drafter = shipped_drafter("smollm2")
+    llm = load("smollm2", drafter, dtype=dtype, shape=shape, context_length=512, speculation="fixed")
+    comparer, every = Comparer(llm), AcceptanceStats()
     for index, prompt in enumerate(PROMPTS):
         result = comparer.compare(messages(prompt), GREEDY if index % 2 else SAMPLED)
         assert result.lossless, (prompt, result.divergences)
         assert result.speculative.stats.steps > 0
+        every.add(result.speculative.stats)
         if dtype == "float32":
             assert result.equal, (prompt, result.divergences)
+    assert every.acceptance_length > 1.4
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from eyas import __version__
-from eyas.cli import bench, check, convert, data, eval, patch, plan, run, serve, train
+from eyas.cli import bench, check, convert, data, eval, launch, patch, plan, run, serve, train
 from eyas.cli.console import error_line
 from eyas.cli.options import Debug
 from eyas.core import EyasError
@@ -30,6 +30,7 @@ app.command()(run.run)
 app.command()(serve.serve)
 app.command(context_settings={"allow_extra_args": True})(check.check)
 app.command()(convert.convert)
+app.command(context_settings=launch.SETTINGS)(launch.launch)
 app.command()(patch.patch)
 app.command()(data.data)
 app.command()(train.train)

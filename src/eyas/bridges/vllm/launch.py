@@ -1,0 +1,206 @@
+"""How vLLM is started with EAGLE-3, and what its log says: entrypoints/cli, v1/engine/core.py, v1/executor."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from eyas.bridges.code.source import EngineSource
+from eyas.bridges.failures import Known
+from eyas.bridges.following import Signs
+from eyas.core import UsageError
+
+DIALECT = "vllm"
+GOES_WITH_IT = "reads image_token_index of the target's config"  # the plugin names it for a wrapper that it completes
+DRAFT_TOKENS = 3  # vLLM has no default
+_HEADER = re.compile(
+    r"^(\((?P<process>[^()]+ pid=\d+)\) ?)?"
+    r"((DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d(\.\d+)? \[[^\]]*\] ?)?"
+)
+_STAGES = (
+    (r"Loading \w+ checkpoint shards|Starting to load model", "loading weights"),
+    (r"Loading drafter model", "loading the drafter"),
+    (r"Capturing CUDA graphs", "capturing CUDA graphs"),
+    (r"Warming up model|Dynamo bytecode transform|Compiling a graph", "compiling"),
+    (r"init engine \(profile", "starting the API server"),
+    (r"Initializing a V1 LLM engine", "starting the engine core"),
+    (r"Resolved architecture", "reading configs"),
+)
+_READY = re.compile(r"(INFO: +)?Application startup complete\.")
+_FATAL = re.compile(
+    r"EngineCore failed to start\.|EngineCore encountered a fatal error\.|(Ray)?WorkerProc failed"
+    r"|Worker proc .* died unexpectedly|Engine core proc .* died unexpectedly"
+    r"|\[shutdown\] MPClient: engine core exited unexpectedly"
+)
+_SILENT = ("warning", "error", "critical")
+_CONFIG = re.compile(r"(--speculative[-_]config|-sc)((?:\.[\w-]+)*)(?:=(.*))?", re.DOTALL)
+_SHORT = {"--spec-method": "method", "--spec-model": "model", "--spec-tokens": "num_speculative_tokens"}
+
+KNOWN = (
+    Known(
+        r"Model does not support EAGLE3 interface",
+        "the target's class does not have vLLM's SupportsEagle3; wrappers often do not pass it on",
+        "let eyas launch's plugin add it (do not use --no-plugin), or write it into the source with eyas patch",
+    ),
+    Known(
+        r"has no attribute 'image_token_index'",
+        "vLLM looks for image_token_index in the target's config, which calls the image token otherwise",
+        "--hf-overrides '{\"image_token_index\": ID}' with the id of the image token",
+    ),
+    Known(
+        r"There is no module or parameter named '?(?P<name>[\w.]+)'?",
+        r"vLLM has no place for the weight \g<name>: the checkpoint is in another dialect, or for another class",
+        "eyas convert D OUT --to vllm --target TARGET; eyas check D says what it is",
+    ),
+    Known(
+        r"Following weights were not initialized from checkpoint: (?P<names>.+)",
+        r"weights are missing in the checkpoint: \g<names>",
+        "eyas check D lists what it has and lacks",
+    ),
+    Known(
+        r"No available memory for the cache blocks",
+        "weights and drafter leave no room for the KV cache",
+        "raise --gpu-memory-utilization, lower --max-model-len, or spread the target over more GPUs; on a CPU set "
+        "VLLM_CPU_KVCACHE_SPACE (GiB)",
+    ),
+    Known(
+        r"max seq len \((?P<length>\d+)\).*?(?P<need>[\d.]+) GiB KV cache is needed.*?memory \((?P<has>[\d.]+) GiB\)",
+        r"the KV cache of one request of \g<length> tokens takes \g<need> GiB, and there are \g<has>",
+        "lower --max-model-len, or raise --gpu-memory-utilization (on a CPU VLLM_CPU_KVCACHE_SPACE)",
+    ),
+    Known(
+        r"Free memory on device (?P<free>[^)]*\)) .*?is less than",
+        r"less GPU memory is free than --gpu-memory-utilization claims: \g<free>",
+        "end what else runs on this GPU (nvidia-smi), or lower --gpu-memory-utilization",
+    ),
+    Known(
+        r"validation errors? for SpeculativeConfig\s+(?P<why>[^\n]*(\n  (?!  )[^\n]*)?)",
+        r"--speculative-config is refused: \g<why>",
+        "correct it; eyas check TARGET --drafter D --engine vllm -- --speculative-config '{...}' tells beforehand",
+    ),
+    Known(
+        r"exit ?code: ?-9\b|proc\(s\): \{[^}]*: -9",
+        "a process of the engine was killed (SIGKILL): mostly the kernel does that, when the machine's memory is full",
+        "dmesg -T | grep -i oom shows it; give it more memory, or a smaller KV cache",
+    ),
+    Known(
+        r"(?P<name>(Engine core|Worker) proc \S+|engine core) (died|exited) unexpectedly",
+        r"\g<name> died without a word: killed from outside, by the kernel for want of memory, or in compiled code",
+        "dmesg -T shows the kernel's reason; give it more memory, or a smaller KV cache",
+    ),
+)
+
+
+def arguments(target: Path, drafter: Path, given: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The module to run with the target, and its flags: what is given, with one whole --speculative-config."""
+    config, rest = _taken(given)
+    if config.setdefault("method", "eagle3") != "eagle3":
+        raise UsageError(f'--speculative-config: method is {config["method"]!r}; eyas launch is for "eagle3"')
+    if "model" in config:
+        raise UsageError("--speculative-config: model is what --drafter says to eyas launch; give it once")
+    config["model"] = str(drafter)
+    config.setdefault("num_speculative_tokens", DRAFT_TOKENS)
+    if any(re.match(r"--model(=|$)", part) for part in rest):
+        raise UsageError("--model is what TARGET says to eyas launch; give it once")
+    start = ["vllm.entrypoints.cli.main", "serve", str(target)]
+    return start, ["--speculative-config", json.dumps(config), *rest]
+
+
+def _taken(given: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The speculative config from all of its spellings, and the other arguments."""
+    config, rest = dict[str, Any](), list[str]()
+    parts = iter(given)
+    for part in parts:
+        name, equals, value = part.partition("=")
+        short = _SHORT.get(name.replace("_", "-"))
+        found = _CONFIG.fullmatch(part)
+        if short is None and found is None:
+            rest.append(part)
+            continue
+        text = value if equals else next(parts, None)
+        if text is None:
+            raise UsageError(f"{name} needs a value")
+        path = [short] if short else [key for key in (found[2] if found else "").split(".") if key]
+        _set(config, path, text, name)
+    return config, rest
+
+
+def _set(config: dict[str, Any], path: Sequence[str], text: str, flag: str) -> None:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        if not path:
+            raise UsageError(f"{flag}: not valid JSON: {error}") from error
+        value = text  # --speculative-config.method eagle3
+    if not path and not isinstance(value, dict):
+        raise UsageError(f"{flag} is {text!r}, not a JSON object; quote it for the shell")
+    for key in reversed([key.replace("-", "_") for key in path]):
+        value = {key: value}
+    config.update(value)
+
+
+def notes(flags: Mapping[str, Any], given: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
+    if host(flags) in ("", "0.0.0.0", "::") and "api_key" not in flags and "VLLM_API_KEY" not in environment:
+        yield "it listens on all interfaces without --api-key: whoever can reach this port can use the model"
+    if "num_speculative_tokens" not in _taken(given)[0]:
+        yield (
+            f"num_speculative_tokens is {DRAFT_TOKENS}, which Eyas chose since vLLM has no default; --spec-tokens or "
+            "--speculative-config says otherwise"
+        )
+    if _ready(flags, environment) is None:
+        yield "its log was told not to say when it is ready: the health endpoint alone decides"
+
+
+def host(flags: Mapping[str, Any]) -> str:
+    return str(flags.get("host") or "")
+
+
+def port(flags: Mapping[str, Any]) -> int:
+    given = flags.get("port", 8000)
+    if type(given) is not int or not 0 < given < 65536:
+        raise UsageError(f"--port {given}: expected a number from 1 to 65535")
+    return given
+
+
+def unfollowed(flags: Mapping[str, Any]) -> str:
+    """The flag that makes it a server which cannot be followed, "" for others."""
+    names = ("headless", "grpc", "uds", "data_parallel_multi_port_external_lb")
+    return next((f"--{name.replace('_', '-')}" for name in names if flags.get(name)), "")
+
+
+def signs(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Signs:
+    return Signs(_HEADER, _STAGES, _ready(flags, environment), _FATAL)
+
+
+def _ready(flags: Mapping[str, Any], environment: Mapping[str, str]) -> re.Pattern[str] | None:
+    """None where nothing is said: by a log level, one's own logging, or the front end in Rust."""
+    own = flags.get("log_config_file") or environment.get("VLLM_LOGGING_CONFIG_PATH")
+    rust = environment.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0")
+    return None if str(flags.get("uvicorn_log_level", "info")) in _SILENT or own or rust else _READY
+
+
+def gpus(flags: Mapping[str, Any]) -> list[int]:
+    """Which of the visible GPUs it takes on this node."""
+    if str(flags.get("device", "auto")) not in ("auto", "cuda"):
+        return []
+    sizes = (
+        ("tensor_parallel_size", "tp"),
+        ("pipeline_parallel_size", "pp"),
+        ("data_parallel_size_local", "dpl", "data_parallel_size", "dp"),
+    )
+    count = 1
+    for names in sizes:
+        found = next((flags[name] for name in names if name in flags), 1)
+        count *= found if type(found) is int else 1
+    return list(range(count))
+
+
+def plugin_variables(source: EngineSource, environment: Mapping[str, str]) -> dict[str, str]:
+    """Its entry points are called unless a list of plugins leaves it out."""
+    allowed = environment.get("VLLM_PLUGINS")
+    if allowed is None or "eyas" in allowed.split(","):
+        return {}
+    return {"VLLM_PLUGINS": ",".join([*filter(None, allowed.split(",")), "eyas"])}
