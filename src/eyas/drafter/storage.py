@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -75,13 +76,12 @@ def save(model: Eagle3Model, folder: str | Path, dialect: str = "sglang") -> Non
     tensors = {writing.tensor_name(name, dialect): value for name, value in _split(state, model.config).items()}
     tensors |= {name: torch.from_numpy(values) for name, values in maps.items()}
     place.mkdir(parents=True, exist_ok=True)
-    # the config goes last: a folder without it is no drafter yet
-    draft = place / ".model.safetensors.part"
-    save_file({name: value.contiguous().clone() for name, value in tensors.items()}, draft, {"format": "pt"})
-    draft.replace(place / "model.safetensors")
-    draft = place / ".config.json.part"
-    draft.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    draft.replace(place / "config.json")
+    weights, said = place / ".model.safetensors.part", place / ".config.json.part"
+    said.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file({name: value.contiguous().clone() for name, value in tensors.items()}, weights, {"format": "pt"})
+    shutil.copymode(said, weights)  # safetensors makes files that nobody else may read
+    weights.replace(place / "model.safetensors")
+    said.replace(place / "config.json")  # last: a folder without it is no drafter yet
 
 
 def _target_problems(config: Eagle3Config, hidden_size: int, vocab_size: int) -> list[str]:
