@@ -70,6 +70,10 @@ def facts() -> dict[Name, Facts]:
 
 
 def results(found: Sequence[Pair], training_seconds: float | None = None, even: float = 1.0) -> dict[str, Any]:
+    return benchmark(found, training_seconds, even)._results(facts(), found, agreement(found), 0)
+
+
+def benchmark(found: Sequence[Pair], training_seconds: float | None = None, even: float = 1.0) -> Benchmark:
     levels = tuple(dict.fromkeys(pair.level for pair in found))
     tasks = list(dict.fromkeys(pair.task for pair in found))
     workload = Workload(
@@ -77,5 +81,4 @@ def results(found: Sequence[Pair], training_seconds: float | None = None, even: 
     )
     plan = Plan(levels, SamplingParams(seed=0), rounds=len({pair.turn for pair in found}))
     about = {"command": ["eyas", "bench"], "eyas": "0", "commit": "abc", "when": "today", "client": {"cpu": "a CPU"}}
-    run = Benchmark({}, workload, plan, Path("x.json"), even=even, about=about, training_seconds=training_seconds)
-    return run._results(facts(), found, agreement(found), 0)
+    return Benchmark({}, workload, plan, Path("x.json"), even=even, about=about, training_seconds=training_seconds)

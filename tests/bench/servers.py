@@ -43,6 +43,9 @@ class Server:
     dies_at: int | None = None  # this request breaks off, and the server is gone
     other_text: str = ""  # put before every answer
     chats: bool = True
+    forgets: str = ""  # the page that empties its prefix cache
+    forgotten: int = 0
+    closed: tuple[str, ...] = ()  # pages that want a key
     asked: list[dict[str, Any]] = field(default_factory=list)
     running: int = 0
     most_running: int = 0
@@ -58,6 +61,15 @@ class Server:
 
     def app(self) -> FastAPI:
         app = FastAPI()
+
+        @app.middleware("http")
+        async def gate(request: Request, go_on: Any) -> Response:
+            if request.url.path in self.closed:
+                return JSONResponse({"error": {"message": "who are you?"}}, 401)
+            if request.method == "POST" and request.url.path == self.forgets:
+                self.forgotten += 1
+                return PlainTextResponse("done")
+            return await go_on(request)
 
         @app.get("/v1/models")
         def models() -> Any:

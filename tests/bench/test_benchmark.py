@@ -7,9 +7,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from bench import made
 from bench.servers import Server, said, serving
 from cli import tiny
@@ -24,7 +26,7 @@ from eyas.bench.client import Endpoint
 from eyas.bench.journal import Journal
 from eyas.bench.pairing import Plan, Progress
 from eyas.bench.passes import BenchError, Level, Pass
-from eyas.bench.sides import Embedded, EndpointSide, EngineSide
+from eyas.bench.sides import Before, Embedded, EndpointSide, EngineSide, Unlike, _hashed
 from eyas.bench.workload import Prompt, Workload, builtin
 from eyas.core import DraftShape, SamplingParams, UsageError
 from eyas.engine.llm import LLM
@@ -55,7 +57,11 @@ def run(benchmark: Benchmark, **how: Any) -> dict[str, Any]:
 def test_two_servers(tmp_path):
     news: list[Any] = []
     with serving(Server()) as plain, serving(Server(burst=4)) as fast:
+        fast.forgets = "/reset_prefix_cache"
         results = run(two(plain, fast, tmp_path / "r.json"), report=news.append)
+    assert fast.forgotten == 2 + 8 and plain.forgotten == 0, "before each pass"
+    cached = [note for note in results["notes"] if "prefix cache is not emptied" in note]
+    assert len(cached) == 1 and cached[0].startswith("without speculation: ")
     assert json.loads((tmp_path / "r.json").read_text()) == json.loads(json.dumps(results))
     # 2 sides that say hello; of each: 2 levels with a warm-up, 2 rounds x 2 levels x 2 tasks, of 2 prompts
     assert len(plain.asked) == len(fast.asked) == 1 + 2 * 2 + 8 * 2
@@ -112,6 +118,13 @@ def test_a_server_that_dies_costs_the_pair_in_the_making(tmp_path):
         assert again["rows"] == results["rows"]
         with pytest.raises(UsageError, match="begun with another num prompts"):
             run(two(plain, fast, out, resume=True, num_prompts=3))
+        changed = replace(two(plain, fast, out, resume=True), workload=builtin(["code"]))
+        with pytest.raises(UsageError, match="begun with another prompts"):
+            run(changed)
+    older = {"owned_by": "vllm", "root": "/models/m", "max_model_len": 2048}
+    other = pytest.raises(UsageError, match=r"another context length without speculation \(4096, now 2048\)")
+    with serving(Server(card=older)) as plain, serving(Server(burst=4, card=older)) as fast, other:
+        run(two(plain, fast, out, resume=True))
 
 
 def test_a_server_that_is_gone_between_two_passes(tmp_path):
@@ -142,8 +155,7 @@ def test_some_requests_fail_and_are_counted(tmp_path):
 
 
 def test_all_requests_fail(tmp_path):
-    with serving(Server()) as plain, serving(Server(faults=[200, 500, 500])) as fast:
-        fast.faults = []
+    with serving(Server()) as plain, serving(Server()) as fast:
         benchmark = two(plain, fast, tmp_path / "r.json", warmup=0)
 
         def fail(news: Any) -> None:
@@ -234,6 +246,75 @@ def test_where_answers_part_is_looked_into(tmp_path):
         unlike = asyncio.run(side.explain(prompt, mine, other))
     assert unlike.gap == pytest.approx(0.25) and unlike.near_tie is None
     assert results["agreement"]["itself"]["answers"] == results["agreement"]["itself"]["same"] > 0
+
+
+def test_a_gap_of_another_answer_is_no_explanation():
+    side, prompt = EndpointSide("without", Endpoint("http://127.0.0.1:9"), PARAMS), Prompt("p", "p", [])
+
+    async def choices(prompt: Prompt, sampling: SamplingParams) -> list[tuple[str, float]]:
+        return [("owl ", 0.5), ("kite ", 0.25)]
+
+    side.endpoint.choices = choices
+    mine = made.answer("p", 0.1, text="owl kite")
+    assert asyncio.run(side.explain(prompt, mine, replace(mine, text="owl crow"))).gap == 0.25
+    mine = replace(mine, text="emu kite")
+    assert asyncio.run(side.explain(prompt, mine, replace(mine, text="emu crow"))).gap is None
+
+
+def changed(pairs: list[Any], text: str) -> list[Any]:
+    """With this answer to everything on the side with speculation."""
+    sides = [replace(p.with_, answers=tuple(replace(a, text=text) for a in p.with_.answers)) for p in pairs]
+    return [replace(pair, with_=side) for pair, side in zip(pairs, sides, strict=True)]
+
+
+def test_answers_that_part_late_are_strange_where_a_side_agrees_with_itself():
+    pairs = changed(made.pairs([ONE], [1.5], rounds=8), made.TEXT[:30] + "?")
+    found = agreement(pairs)
+    assert (found.answers, found.same, found.at_once, found.itself) == (32, 0, 0, (28, 28)) and found.strange
+    verdict = made.results(pairs)["verdict"]
+    assert (verdict["outcome"], verdict["exit_code"]) == ("not judged", 1)
+    assert verdict["sentence"].startswith("Only 0 of 32 greedy answers are the same on both sides")
+    assert not agreement(pairs[:4]).strange, "16 are too few to say so"
+
+
+def test_an_empty_answer_parts_at_once():
+    assert agreement(changed(made.pairs([ONE], [1.5], rounds=1), "")).at_once == 4
+
+
+def test_a_difference_that_is_a_bug_is_not_judged():
+    pairs = made.pairs([ONE], [1.5])
+    found = replace(agreement(pairs), explained=(Unlike(0.1, True), Unlike(3.0, False)))
+    results = made.benchmark(pairs)._results(made.facts(), pairs, found, 0)
+    assert (results["verdict"]["outcome"], results["verdict"]["exit_code"]) == ("not judged", 1)
+    assert results["verdict"]["sentence"].startswith("1 differences between greedy answers are no near-ties")
+
+
+def test_a_drafter_is_known_by_its_files(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"one")
+    one = _hashed(str(tmp_path))
+    file.write_bytes(b"two")
+    assert one.startswith(f"{tmp_path} (SHA-256 ") and _hashed(str(tmp_path)) != one != _hashed(str(file))
+    assert _hashed("untrained") == "untrained"
+
+
+@pytest.mark.parametrize(("device", "known"), [("cpu", True), ("cuda", False)])
+def test_parts_of_a_step_are_those_of_a_cpu(device, known):
+    llm = SimpleNamespace(target=SimpleNamespace(device=torch.device(device)), drafter=None)
+    times = SimpleNamespace(propose=1.0, verify=2.0, rest=3.0, steps=4)
+    side = EngineSide("with", SimpleNamespace(llm=llm, times=times), PARAMS)
+    assert bool(asyncio.run(side.after(None, [])).spent) is known
+
+
+def test_how_much_is_asked_by_default():
+    plan = Plan((ONE,), PARAMS)
+    levels = [*(Level("concurrency", n) for n in (1, 64)), *(Level("request rate", n) for n in (0.1, 8.0))]
+    assert [plan.count(level) for level in levels] == [5, 320, 16, 240]
+
+
+def test_a_client_that_is_the_limit_says_so():
+    before = Before("", forgot=True, cpu=0.0, clock=0.0)
+    assert before.notes(0.5) == () and "it may be the limit" in before.notes(0.9)[0]
 
 
 def test_agreement():

@@ -11,7 +11,17 @@ import pytest
 from bench.servers import Server, serving
 
 from eyas.bench.client import Endpoint
-from eyas.bench.facts import SIMULATED, Told, differences, facts_of, flags_of, process_of, told
+from eyas.bench.facts import (
+    SIMULATED,
+    Facts,
+    Told,
+    differences,
+    facts_of,
+    flags_of,
+    model_differences,
+    process_of,
+    told,
+)
 from eyas.core import DraftShape, UsageError
 
 SGLANG = {
@@ -97,6 +107,44 @@ def test_vllm_in_development_mode():
     found = facts_of("here", Told(VLLM_CARD, {"vllm_config": config}, version="0.32"))
     assert (found.model, found.context_length, found.max_running_requests) == ("/models/m", 2048, 256)
     assert found.speculates and found.settings["tp_size"] == 2 and found.version == "0.32"
+
+
+def test_weights_that_are_made_up_are_found_in_development_mode():
+    config = {"load_config": {"load_format": "dummy"}, "model_config": {"quantization": None}}
+    found = facts_of("here", Told(VLLM_CARD, {"vllm_config": config}))
+    assert "random" in found.simulated and found.settings["quantization"] is None
+
+
+def by_command(*flags: str) -> Facts:
+    return facts_of("here", Told(VLLM_CARD, command=("python", "/bin/vllm", "serve", "/models/m", *flags)))
+
+
+def test_a_flag_that_only_one_command_line_has_is_a_difference():
+    one, other = by_command("--port", "1", "-tp", "2"), by_command("--port", "2", "--tensor-parallel-size", "2")
+    assert differences(one, other) == [] and one.settings["tp_size"] == other.settings["tp_size"] == 2
+    eager = by_command("-tp", "4", "--enforce-eager", "--speculative-config", '{"num_speculative_tokens": 2}')
+    assert differences(one, eager) == ["enforce_eager not given without, True with"]
+    assert model_differences(one, eager) == ["tp_size"]
+
+
+def test_what_counts_and_what_does_not_between_two_servers():
+    plain = facts_of("here", Told(CARD, SGLANG | {"num_continuous_decode_steps": 1, "num_running_reqs": 3}))
+    fast = facts_of("here", Told(CARD, SPECULATING | {"num_continuous_decode_steps": 4, "num_running_reqs": 5}))
+    assert differences(plain, fast)[1:] == ["num_continuous_decode_steps 1 without, 4 with"]
+
+
+def test_secrets_stay_where_they_are():
+    secrets = {"admin_api_key": "s3cret", "ssl_keyfile_password": "s3cret", "launch_command": "x --api-key s3cret"}
+    found = facts_of("http://me:s3cret@h:1", Told(CARD, SGLANG | secrets | {"nested": {"hf_token": "s3cret"}}))
+    assert found.where == "http://h:1" and "s3cret" not in str(found.as_record())
+    assert "s3cret" not in str(by_command("--hf-token", "s3cret").as_record())
+    assert found.settings["attention_backend"] == "triton"
+
+
+def test_what_another_launch_would_tell_again():
+    again = SGLANG | {"port": 4, "random_seed": 9, "max_total_num_tokens": 5}
+    one, other = facts_of("http://h:3", Told(CARD, SGLANG)), facts_of("http://h:4", Told(CARD, again))
+    assert one.lasting() == other.lasting() != facts_of("http://h:4", Told(CARD, again | {"dtype": "half"})).lasting()
 
 
 def test_eyas():

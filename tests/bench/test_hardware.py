@@ -28,7 +28,6 @@ def written(tmp_path):
     ("algorithm", "all_reduce", "gather"),
     [
         ("ring", 5 + 2 * 3 * 2 + 1.5 * 100, 5 + 3 * 2 + 0.75 * 100),  # 1 MB at 10 GB/s: 100 us
-        ("tree", 5 + 2 * 2 * 2 + 2 * 100, 5 + 2 * 2 + 0.75 * 100),
         ("one-shot", 5 + 3 * 2 + 3 * 100, 5 + 3 * 2 + 0.75 * 100),
     ],
 )

@@ -140,6 +140,12 @@ def test_windows():
     assert model(LLAMA | {"sliding_window": 128}).attention.rows(1000) == 32 * 128
     assert model(LLAMA | {"sliding_window": 128, "use_sliding_window": False}).attention.rows(1000) == 32_000
     assert model(LLAMA | {"sliding_window": 128, "sliding_window_pattern": 4}).attention.rows(1000) == 24 * 128 + 8000
+    assert model(LLAMA | {"sliding_window": 128, "model_type": "gemma2"}).attention.rows(1000) == 16 * 128 + 16_000
+    chunked = LLAMA | {"attention_chunk_size": 128, "model_type": "llama4_text"}
+    assert model(chunked | {"no_rope_layers": []}).attention.rows(1000) == 24 * 128 + 8000
+    assert model(chunked | {"no_rope_layers": [1] * 31 + [0]}).attention.rows(1000) == 31 * 128 + 1000
+    with pytest.raises(TargetError, match="which layers have it is not known"):
+        model(LLAMA | {"sliding_window": 128, "model_type": "novel"})
 
 
 # Experts

@@ -7,8 +7,10 @@ from bench import made
 
 from eyas.bench.facts import Facts
 from eyas.bench.passes import Level
+from eyas.bench.results import found_at
 from eyas.bench.statistics import Interval
-from eyas.bench.verdict import Found, judge, refusals
+from eyas.bench.verdict import Found, differences_of, judge, refusals
+from eyas.bridges.metrics import Speculation
 from eyas.core import DraftShape
 
 AT = [Level("concurrency", n) for n in (1, 8, 64)]
@@ -86,7 +88,7 @@ def test_sides_that_differ_in_speculation_only_are_judged():
         ),
         ({"speculates": True}, {}, "speculates itself: launch it without a drafter, or swap"),
         ({}, {"model": "/models/Llama-70B"}, "different models: /models/Llama-8B without, /models/Llama-70B with"),
-        ({"settings": {"quantization": None, "tp_size": 4}}, {}, "tp_size is 4 without, 8 with"),
+        ({"settings": {"quantization": "fp8", "tp_size": 4}}, {}, "tp_size is 4 without, 8 with"),
         ({"settings": {"quantization": "awq"}}, {}, "quantization is awq without, fp8 with"),
         ({"engine": "vLLM"}, {}, "different engines: vLLM without, SGLang with"),
         ({}, {"context_length": 4096}, "context of 8,192 tokens without, 4,096 with"),
@@ -97,6 +99,35 @@ def test_sides_that_differ_in_speculation_only_are_judged():
 def test_what_cannot_be_judged(without, with_, words):
     (only,) = refusals(replace(PLAIN, **without), replace(FAST, **with_), AT)
     assert words in only
+
+
+def test_a_quantisation_that_only_one_side_was_given():
+    """vLLM tells what it runs with, so that none is another; SGLang what it was told, so that it may have read it."""
+    unsaid = {"quantization": None, "tp_size": 8}
+    sides = replace(PLAIN, settings=unsaid), FAST
+    assert refusals(*sides, AT) == []
+    (note,) = differences_of(dict(zip(("without", "with"), sides, strict=True)))
+    assert note.endswith("quantization None without, 'fp8' with")
+    (only,) = refusals(*(replace(side, engine="vLLM") for side in sides), AT)
+    assert "quantization is None without, fp8 with" in only
+
+
+def test_failures_of_one_side_are_not_diluted_by_the_other():
+    pairs = made.pairs(AT[:1], [1.5])  # 8 rounds of 4 requests
+    fails = replace(pairs[0].with_.answers[0], error="HTTP 500")
+    bad = replace(pairs[0], with_=replace(pairs[0].with_, answers=(fails, *pairs[0].with_.answers[1:])))
+    (one,) = found_at([bad, *pairs[1:]], AT[:1], 1)
+    assert one.failed == 1 / 32
+
+
+def test_a_mean_since_the_start_is_said_once_and_nothing_follows_from_it():
+    mean = Speculation("SGLang /server_info", mean_length=2.75, notes=("since the server's start",))
+    pairs = [replace(p, with_=replace(p.with_, speculation=mean)) for p in made.pairs(AT[:2], [1.5, 1.4])]
+    results = made.results(pairs)
+    row = results["rows"][0]
+    assert row["acceptance"] is row["efficiency"] is row["step"] is None and row["word"] == "pays"
+    said = [note for note in results["notes"] if "2.75" in note]
+    assert said == ["acceptance length 2.75 at the end, says SGLang /server_info (since the server's start)"]
 
 
 def test_a_cap_that_no_level_reaches_changes_nothing():

@@ -61,6 +61,19 @@ def test_lines_that_are_no_prompts_are_counted_and_named(tmp_path):
     assert "mine.jsonl (SHA-256 " in workload.source
 
 
+def test_half_a_character_is_left_out(tmp_path):
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"prompt": "fine \\ud83e\\udd89"}\n{"prompt": "half \\ud83e"}\n')
+    workload = from_file(file)
+    assert [prompt.text for prompt in workload.prompts["mine"]] == ["fine \N{OWL}"]
+    assert workload.left_out == ("1 with half a character (a lone surrogate) (line 2)",)
+
+
+def test_the_digest_of_prompts():
+    one, other = builtin(["code"]), builtin(["code", "chat"])
+    assert one.digest == builtin(["code"]).digest != other.digest and len(one.digest) == 64
+
+
 def test_files_without_a_prompt(tmp_path):
     file = tmp_path / "bad.jsonl"
     file.write_text("nonsense\n" * 9)

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from eyas.cli.serve import log_to_stderr
 from eyas.core import DraftShape
 from eyas.server.settings import MIB, Settings
 
@@ -71,6 +72,13 @@ def test_every_flag_arrives(eyas, target, drafter, served, monkeypatch):
     assert served[1][1].api_key == "mine" and served[1][0]().drafter is None
 
 
+@pytest.mark.parametrize("level, least", [("debug", "WARNING"), ("error", "ERROR"), ("critical", "CRITICAL")])
+def test_the_log_says_no_more_than_was_asked_for(level, least):
+    log_to_stderr(level)
+    levels = [logging.getLevelName(logging.getLogger(name).level) for name in ("eyas", "uvicorn")]
+    assert levels == [level.upper(), least]
+
+
 def test_an_open_door_is_noted(eyas, target, served):
     assert "note: listening on 0.0.0.0 without --api-key" in eyas("serve", target, "--host", "0.0.0.0").err
     for args in (["--host", "::1"], ["--host", "localhost"], ["--host", "0.0.0.0", "--api-key", "k"]):
@@ -89,6 +97,7 @@ def test_an_open_door_is_noted(eyas, target, served):
         (["x", "--max-body-mib", "0"], "--max-body-mib"),
         (["x", "--drain-timeout", "-1"], "--drain-timeout"),
         (["x", "--api-key", " "], "--api-key"),
+        (["x", "--api-key", "k\n"], "--api-key"),
         (["x", "--served-model-name", ""], "--served-model-name"),
         (["x", "--sampling-defaults", "mine"], "--sampling-defaults"),
         (["x", "--speculative-num-steps", "0"], "num_steps"),

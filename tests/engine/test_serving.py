@@ -208,8 +208,22 @@ def test_a_request_that_makes_no_sense_ends_nobody_else(served):
     """Not even an error of ours: what a caller gave it for token ids are none."""
     fine = request(0)
     strange, told = together(listen(served, replace(request(1), prompt_ids=["a"])), listen(served, fine))
-    assert isinstance(strange.error, EyasError)
+    assert isinstance(strange.error, RequestError)
     complete(told, fine)
+
+
+def test_a_fault_at_the_door_is_not_the_callers(served, monkeypatch, caplog):
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("the roof falls in")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served.llm.engine, "add", fails)
+        (told,) = together(listen(served, request(0)))
+    assert isinstance(told.error, EyasError) and not isinstance(told.error, RequestError)
+    assert isinstance(told.error.__cause__, RuntimeError)
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert line.startswith("the engine failed: RuntimeError\n") and "in fails" in line
+    complete(together(listen(served, request(0)))[0], request(0))
 
 
 def test_ids_must_differ(served):
@@ -276,11 +290,45 @@ def test_a_fault_of_the_engine_ends_who_is_there_and_no_more(served, where, monk
             assert "the roof falls in" in str(one.error)
         else:
             complete(one, asked)
-    assert engine.idle and not served._listeners
+    assert within(lambda: served.call(lambda: engine.idle and not served._listeners))
     again = [*before, *(replace(r, id=f"{r.id} again", prompt_ids=[*r.prompt_ids, 5]) for r in before)]
     for one, asked in zip(together(*(listen(served, r) for r in again)), again, strict=True):
         complete(one, asked)
     engine.scheduler.check()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_fault_that_cannot_be_cleaned_up_ends_the_engine_and_everybody_is_told(monkeypatch):
+    """As with CUDA, where after one error nothing works any more."""
+    served = AsyncLLM(model())
+    engine, step, due = served.llm.engine, served.llm.engine.step, threading.Event()
+
+    def fails() -> Any:
+        raise RuntimeError("the roof falls in")
+
+    def stepping() -> Any:
+        if due.is_set():
+            for name in ("wipe", "clear"):
+                monkeypatch.setattr(engine.runner, name, lambda *args: fails())
+            fails()
+        return step()
+
+    monkeypatch.setattr(engine, "step", stepping)
+
+    async def job() -> list[Told]:
+        all_told = {n: Told() for n in (0, 1, 2, 4, 5, 6)}  # two wait; the others are those that stop early
+        tasks = [asyncio.create_task(listen(served, request(n, max_tokens=90), t)) for n, t in all_told.items()]
+        await until(lambda: sum(bool(told.outputs) for told in all_told.values()) == 4)
+        due.set()
+        await asyncio.gather(*tasks)
+        await until(lambda: served.ended)
+        return list(all_told.values())
+
+    assert all("the roof falls in" in str(told.error) for told in within(job))
+    assert served.closed
+    late = together(listen(served, request(9)))[0]
+    assert late.error is not None and "closed" in str(late.error)
+    served.close()
 
 
 # The end

@@ -61,6 +61,7 @@ class Live:
         self.settings = Settings(**{"model_name": MODEL, "port": 0, "drain_timeout": 5.0, **settings})
         self.service = Service(self.settings)
         self.stop, self.finished, self.failure = Stop(), None, None
+        self.status: int | None = None
         self._socket = listening("127.0.0.1", 0)
         self.url = address(self._socket)
         self._client = self.http()
@@ -74,7 +75,8 @@ class Live:
     def _run(self, load: Callable[[], LLM]) -> None:
         async def job() -> None:
             self.loop = asyncio.get_running_loop()
-            self.finished = await run(self.service, load, self._socket, self.stop)
+            self.status = await run(self.service, load, self._socket, self.stop)
+            self.finished = self.status is None
 
         try:
             asyncio.run(job())

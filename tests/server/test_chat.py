@@ -15,10 +15,12 @@ import torch
 import zoo
 from cli import tiny
 from PIL import Image
-from server.live import ASKED, CHAT, MODEL, Live, chat, model, plainly, tokenizer
+from server.live import ASKED, CHAT, MODEL, Live, chat, model, plainly, tokenizer, wait_for
 
 from eyas.core import SamplingParams
 from eyas.engine.llm import load
+from eyas.server.errors import ApiError
+from eyas.server.images import ImageReader
 
 SEED = 3
 
@@ -91,7 +93,7 @@ def test_messages_of_all_kinds(live):
     given = [
         {"role": "developer", "content": "w8"},
         {"role": "user", "content": parts, "name": "somebody"},
-        {"role": "assistant", "content": None, "refusal": None, "tool_calls": None, "annotations": []},
+        {"role": "assistant", "content": None, "refusal": None, "tool_calls": [], "annotations": []},
         {"role": "user", "content": "w6"},
     ]
     plain = [
@@ -279,6 +281,13 @@ def picture(colour: str = "red", size: tuple[int, int] = (9, 7)) -> str:
     return data_url(content.getvalue())
 
 
+def turned_by_nonsense() -> str:
+    """A fine picture whose orientation is cut off."""
+    content = io.BytesIO()
+    Image.new("RGB", (9, 7)).save(content, "PNG", exif=b"Exif\0\0II*\0")
+    return data_url(content.getvalue())
+
+
 def data_url(content: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
@@ -331,8 +340,9 @@ def huge(side: int) -> str:
         ("data:image/png,abc", "base64"),
         ("data:image/png;base64," + base64.b64encode(b"no image").decode(), "cannot be read|can be read"),
         (huge(60_000), "too large"),
-        (huge(8_000), "50,000,000 pixels"),
+        (huge(8_000), "8000 x 8000 pixels, more than 50,000,000"),
         (picture()[:-40], "damaged|base64"),
+        (turned_by_nonsense(), "damaged"),
     ],
 )
 def test_what_is_no_image_is_refused(seeing, url, words):
@@ -340,6 +350,29 @@ def test_what_is_no_image_is_refused(seeing, url, words):
     error = reply.json()["error"]
     assert reply.status_code == 400 and error["param"] == "messages[1].content[0]"
     assert any(word in error["message"] for word in words.split("|")), error
+
+
+def test_images_share_one_allowance(monkeypatch):
+    monkeypatch.setattr("eyas.server.images.MAX_PIXELS", 100)
+    reader = ImageReader()
+    assert reader.read(picture(), "here").size == (9, 7)
+    with pytest.raises(ApiError, match="9 x 7 pixels"):
+        reader.read(picture(), "here")
+    assert reader.read(picture(size=(37, 1)), "here").size == (37, 1)
+
+
+def test_images_that_wait_have_a_bound(seeing):
+    service = seeing.service
+    wait_for(lambda: service.in_flight == service.image_bytes == 0)
+    service.image_bytes = service.settings.max_image_bytes
+    try:
+        reply = seeing.post(CHAT, json=chat(messages=shown(picture()), max_tokens=1))
+        assert reply.status_code == 429 and reply.json()["error"]["code"] == "queue_full"
+        assert seeing.post(CHAT, json=chat(max_tokens=1)).status_code == 200
+    finally:
+        service.image_bytes -= service.settings.max_image_bytes
+    assert seeing.post(CHAT, json=chat(messages=shown(picture()), max_tokens=1)).status_code == 200
+    wait_for(lambda: service.image_bytes == 0)
 
 
 def test_images_are_counted(seeing):

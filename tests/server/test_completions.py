@@ -48,14 +48,17 @@ def test_sixteen_tokens_unless_told_otherwise(live):
 
 
 def test_log_probabilities(live):
-    found = live.openai().completions.create(**completion(logprobs=2)).choices[0].logprobs
+    choice = live.openai().completions.create(**completion(logprobs=2)).choices[0]
+    found = choice.logprobs
     reference = alone(logprobs=2)
     assert found.tokens == reference.text.split()
     assert found.token_logprobs == pytest.approx([token.logprob for token in reference.tokens], abs=1e-4)
     for own, likely, token in zip(found.tokens, found.top_logprobs, reference.tokens, strict=True):
         best = {tokenizer().decode([i]): value for i, value in token.top_logprobs}
         assert likely == pytest.approx({own: token.logprob, **best}, abs=1e-4)
-    assert found.text_offset == [sum(map(len, found.tokens[:n])) for n in range(12)]
+    assert sorted(set(found.text_offset)) == found.text_offset and found.text_offset[0] == 0
+    for token, offset in zip(found.tokens, found.text_offset, strict=True):
+        assert choice.text[offset:].lstrip().startswith(token)
     stream = live.openai().completions.create(**completion(logprobs=2), stream=True)
     pieces = [chunk.choices[0].logprobs for chunk in stream]
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
@@ -11,7 +12,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from server.live import CHAT, COMPLETIONS, CONTEXT, MODEL, Live, chat, completion, wait_for
+from pydantic import ValidationError
+from server.live import CHAT, COMPLETIONS, CONTEXT, MODEL, Live, chat, completion, model, wait_for
 
 from eyas.server.protocol import HARMLESS, UNSUPPORTED, ChatRequest, CompletionRequest
 
@@ -47,6 +49,13 @@ CHATS = [
     ({"messages": [{"role": "assistant", "content": "w5", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls", ""),
     ({"messages": [{"role": "user", "content": long_text(CONTEXT)}]}, "messages", f"the context holds {CONTEXT}"),
     ({"messages": [{"role": "user", "content": "w5" * 10_000}]}, "messages", "characters"),
+    ({"messages": [{"role": "user", "content": "w5", "prefix": True}]}, "messages[0].prefix", "not supported"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "w5", "min_pixels": 5}]}]},
+        "messages[0].content[0].min_pixels",
+        "not supported",
+    ),
+    ({"stream_options": {"usage": True}, "stream": True}, "stream_options.usage", "not supported"),
     ({"model": "gpt-4"}, "model", MODEL),
     ({"n": 0}, "n", "greater than or equal to 1"),
     ({"n": 129}, "n", "128"),
@@ -111,6 +120,28 @@ def test_chat(live, more, param, words):
 def test_completions(live, more, param, words):
     error = error_of(live.post(COMPLETIONS, json={**completion(), **more}))
     assert error["param"] == param and words in error["message"], error
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"logit_bias": {f"k{n}": 1 for n in range(50_000)}},
+        {"messages": [5] * 50_000},
+        {"messages": [{"role": "user", "content": [5] * 50_000}]},
+    ],
+    ids=["logit_bias", "messages", "content"],
+)
+def test_many_mistakes_are_few_errors(more):
+    """A loop that has to list them all answers nobody else."""
+    with pytest.raises(ValidationError) as found:
+        ChatRequest.model_validate(chat(**more))
+    assert found.value.error_count() <= 3
+
+
+def test_a_name_without_end_is_looked_at_for_a_moment_only(live, monkeypatch):
+    seen: list[str] = []
+    monkeypatch.setattr("eyas.server.protocol.difflib.get_close_matches", lambda name, *rest: seen.append(name) or [])
+    assert error_of(live.post(CHAT, json=chat(**{"z" * 100_000: 1})))["param"] == "z" * 64 == seen[0]
 
 
 def test_no_field_is_both_known_and_not():
@@ -252,6 +283,19 @@ def test_with_the_key(keyed):
     assert "cret" not in keyed.get("/server_info", headers=headers).text
     with pytest.raises(openai.AuthenticationError, match="API key is missing or wrong"):
         keyed.openai(api_key="wrong").models.list()
+
+
+@pytest.mark.parametrize("path", [CHAT, "/health"])
+def test_who_has_no_key_takes_nobodys_place(path):
+    server = Live(lambda: model(max_running_requests=1), api_key="k", max_queued_requests=0)
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n".encode()
+    with contextlib.ExitStack() as stack:
+        for _ in range(6):  # their bodies do not come: a refusal lingers for them
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=20)).sendall(head)
+        reply = server.post(CHAT, json=chat(max_tokens=1), headers={"X-API-Key": "k"})
+        assert reply.status_code == 200 and server.service.open_requests == 0
+    server.close()
 
 
 def test_a_name_that_points_here_from_elsewhere(live, keyed):

@@ -233,10 +233,84 @@ def test_who_takes_too_long_is_told(how):
     assert server.finished and server.failure is None
 
 
+def held_back(server: Live) -> threading.Event:
+    """Prompts are read when it is set."""
+    go_on, read = threading.Event(), server.service.encoder.chat
+
+    def waiting(asked: Any) -> Any:
+        assert go_on.wait(PATIENCE)
+        return read(asked)
+
+    server.service.encoder.chat = waiting  # type: ignore[method-assign]
+    return go_on
+
+
+def test_who_was_let_in_is_answered_though_the_prompt_is_still_read():
+    server = Live(drain_timeout=PATIENCE)
+    go_on = held_back(server)
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(server.post, CHAT, json=chat())
+        wait_for(lambda: server.service.open_requests == 1)
+        server.tell_to_end()
+        wait_for(lambda: server.service.status == "draining")
+        go_on.set()
+        assert reply.result().status_code == 200
+    server.ended()
+    assert server.finished
+
+
+def test_who_still_waits_for_the_tokenizer_at_the_end_is_told():
+    server = Live(drain_timeout=0.1)
+    go_on = held_back(server)
+    with ThreadPoolExecutor(2) as pool:
+        replies = [pool.submit(server.post, CHAT, json=chat()) for _ in range(2)]
+        wait_for(lambda: server.service.open_requests == 2)
+        server.tell_to_end()
+        wait_for(lambda: server.service.ended)
+        go_on.set()
+        for reply in replies:
+            assert error_of(reply.result(), 503)["code"] == "draining"
+    server.ended()
+    assert server.finished
+
+
+def test_a_step_without_end_ends_with_the_second_signal(monkeypatch):
+    monkeypatch.setattr("eyas.server.lifecycle.FLUSH", 0.3)
+    go_on, inside = threading.Event(), threading.Event()
+
+    def stuck() -> LLM:
+        made = model()
+        step = made.engine.step
+
+        def stepping() -> Any:
+            inside.set()
+            assert go_on.wait(PATIENCE)
+            return step()
+
+        made.engine.step = stepping  # type: ignore[method-assign]
+        return made
+
+    server = Live(stuck, drain_timeout=3600)
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(server.post, CHAT, json=chat())
+        assert inside.wait(PATIENCE)
+        for _ in range(2):
+            server.tell_to_end()
+        server.ended()
+        assert server.status == 1 and server.failure is None
+        go_on.set()
+        with contextlib.suppress(httpx.HTTPError):
+            assert reply.result().status_code >= 500
+
+
 # What breaks
 
 
-def test_a_target_that_breaks_on_a_prompt():
+def faults(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [text for record in caplog.records if (text := record.getMessage()).startswith("fault ")]
+
+
+def test_a_target_that_breaks_on_a_prompt(caplog):
     def load() -> LLM:
         return LLM(tiny.poisoned(), tiny.tokenizer(), context_length=128)
 
@@ -244,12 +318,13 @@ def test_a_target_that_breaks_on_a_prompt():
         poison = chat(messages=[{"role": "user", "content": "w40"}])
         for asked in (poison, {**poison, "stream": True}):
             assert error_of(server.post(CHAT, json=asked), 500)["code"] == "non_finite_logits"
+        assert len(faults(caplog)) == 2 and all("error=NonFiniteLogitsError" in line for line in faults(caplog))
         assert server.post(CHAT, json=chat()).status_code == 200
         with pytest.raises(openai.InternalServerError):
             server.openai().chat.completions.create(**poison)
 
 
-def test_an_engine_that_fails_in_the_middle():
+def test_an_engine_that_fails_in_the_middle(caplog):
     with serving() as server:
         engine = server.engine.llm.engine
         step, due = engine.step, threading.Event()
@@ -265,8 +340,15 @@ def test_an_engine_that_fails_in_the_middle():
         stream = iter(client.chat.completions.create(**chat(max_tokens=LONG), stream=True))
         next(stream)
         due.set()
-        with pytest.raises(openai.APIError, match="the roof falls in"):
+        with pytest.raises(openai.APIError, match="The engine failed at this request"):
             list(stream)
+        (fault,) = faults(caplog)
+        assert "caused by RuntimeError" in fault and "in failing" in fault
+        (engines,) = [r.getMessage() for r in caplog.records if r.name == "eyas.engine"]
+        assert "RuntimeError" in engines and "in failing" in engines
+        assert not [
+            r for r in caplog.records if "the roof falls in" in r.getMessage().replace('("the roof falls in")', "")
+        ]
         wait_for(lambda: server.state() == (0, 0, 0))
         assert client.chat.completions.create(**chat()).usage.completion_tokens == 12
 
@@ -281,8 +363,8 @@ def test_a_mistake_of_the_servers_own_is_logged_and_not_told(live, monkeypatch, 
         patch.setattr(live.service.encoder, "chat", mistaken)
         error = error_of(live.post(CHAT, json=chat(stream=streamed)), 500)
         assert error["code"] == "internal_error" and "w77" not in error["message"]
-    wait_for(lambda: any("fault" in r.getMessage() for r in caplog.records))
-    (fault,) = [r.getMessage() for r in caplog.records if "fault" in r.getMessage()]
+    wait_for(lambda: bool(faults(caplog)))
+    (fault,) = faults(caplog)
     assert "ZeroDivisionError" in fault and "in mistaken" in fault and "w77" not in fault.replace('"w5 w9 w77"', "")
     assert live.post(CHAT, json=chat()).status_code == 200
 

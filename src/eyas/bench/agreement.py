@@ -14,6 +14,7 @@ from eyas.core import EyasError
 EXPLAINED = 8  # differences that are looked into
 STRANGE = 0.5  # share of the answers that part at once, above which something else than rounding is at work
 AT_ONCE = 12  # characters
+ENOUGH = 20  # answers, from which on a side's agreement with itself is a measure for that with the other
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,19 @@ class Agreement:
     @property
     def strange(self) -> bool:
         """Greedily, these sides do not run the same model, or one of them makes its tokens up."""
-        return self.answers > 0 and self.at_once > STRANGE * self.answers
+        return self.answers > 0 and (self.at_once > STRANGE * self.answers or self.rare)
+
+    @property
+    def rare(self) -> bool:
+        """The sides agree far less than the one without speculation does with itself."""
+        compared, same = self.itself
+        enough = min(self.answers, compared) >= ENOUGH
+        return enough and self.same / self.answers < same / compared / 4
+
+    @property
+    def bugs(self) -> int:
+        """Differences looked into that no rounding explains."""
+        return sum(one.near_tie is False for one in self.explained)
 
     def sentence(self, greedy: bool) -> str:
         if not self.answers:
@@ -83,9 +96,9 @@ def agreement(pairs: Sequence[Pair]) -> Agreement:
         if equal(one, other):
             same += 1
             continue
-        place, shorter = common(one.text, other.text), min(len(one.text), len(other.text))
+        place, (shorter, longer) = common(one.text, other.text), sorted((len(one.text), len(other.text)))
         shares.append(place / shorter if shorter else 0.0)
-        at_once += place < min(AT_ONCE, shorter)
+        at_once += place < min(AT_ONCE, longer)
     return Agreement(count, same, at_once, tuple(shares), _itself(pairs))
 
 

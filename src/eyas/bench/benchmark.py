@@ -15,7 +15,7 @@ from eyas.bench.journal import Journal, check
 from eyas.bench.pairing import Plan, Report
 from eyas.bench.passes import SIDES, BenchError, Name, Pair
 from eyas.bench.sides import Side
-from eyas.bench.verdict import EXIT_CODES, differences_of, refusals
+from eyas.bench.verdict import differences_of, refusals
 from eyas.bench.workload import Workload
 
 FORMAT = 1
@@ -72,11 +72,12 @@ class Benchmark:
     def _settings(self, facts: Mapping[Name, Facts]) -> dict[str, Any]:
         """What a run that is resumed must have in common with its beginning: there may be more rounds."""
         plan = {name: value for name, value in self.plan.as_record().items() if name != "rounds"}
+        sides = {f"{fact} {name} speculation": value for name in SIDES for fact, value in facts[name].lasting().items()}
         return {
             "prompts": f"{self.workload.source}: {', '.join(self.workload.prompts)}",
-            "model": facts["without"].model or facts["without"].served,
-            "draft_shape": vars(shape) if (shape := facts["with"].shape) else None,
+            "prompts_digest": self.workload.digest,
             **plan,
+            **sides,
         }
 
     def _results(
@@ -84,7 +85,7 @@ class Benchmark:
     ) -> dict[str, Any]:
         plan, greedy = self.plan, not self.plan.sampling.temperature
         rows, verdict = results.assemble(pairs, plan.levels, self.even)
-        refused = [results.strange_reason(agreed)] if greedy and agreed.strange else []
+        refused = results.disagreement(agreed) if greedy else []
         judged = {
             "outcome": verdict.outcome,
             "sentence": verdict.sentence,
@@ -135,8 +136,3 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or content.get("kind") != "eyas bench" or content.get("format") != FORMAT:
         raise BenchError(f"{path} does not hold results of this version of eyas bench.")
     return content
-
-
-def exit_code(made: Mapping[str, Any]) -> int:
-    verdict = made["verdict"]
-    return EXIT_CODES.get(verdict["outcome"], 1)

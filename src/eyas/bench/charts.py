@@ -50,7 +50,8 @@ def quantiles(curves: Mapping[str, Sequence[float]], what: str) -> str:
     for name, values in curves.items():
         steps = [(across(1000 * v), scale(100 * n / (len(values) - 1))) for n, v in enumerate(values)]
         title = f"{name} speculation: median {1000 * values[len(values) // 2]:.4g} ms"
-        parts.append(f'<polyline class="{name}" points="{_points(steps)}"><title>{escape(title)}</title></polyline>')
+        line = f'<polyline class="{escape(name)}" points="{_points(steps)}">'
+        parts.append(f"{line}<title>{escape(title)}</title></polyline>")
     return _svg(what, HEIGHT, *parts, _below("ms"))
 
 
@@ -75,12 +76,12 @@ def steps(parts: Mapping[str, Mapping[str, float]]) -> str:
     made, left = [], 64
     for row, (side, pieces) in enumerate(parts.items()):
         x, y = float(left), TOP + row * ROW
-        made.append(f'<text x="{left - 8}" y="{y + 17}" text-anchor="end">{side}</text>')
+        made.append(f'<text x="{left - 8}" y="{y + 17}" text-anchor="end">{escape(side)}</text>')
         for name, seconds in pieces.items():
             width = (WIDTH - left - 70) * seconds / longest
             title = f"{side} speculation, {name}: {1000 * seconds:.3g} ms"
             place = f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="24"'
-            made.append(f'<rect class="{name}" {place}><title>{title}</title></rect>')
+            made.append(f'<rect class="{escape(name)}" {place}><title>{escape(title)}</title></rect>')
             x += width
         made.append(f'<text x="{x + 6:.1f}" y="{y + 17}">{1000 * sum(pieces.values()):.3g} ms</text>')
     return _svg("Time of a step", TOP + ROW * len(parts) + 4, *made)

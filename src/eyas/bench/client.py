@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from eyas.bench.passes import Answer, BenchError
+from eyas.bench.provenance import no_password
 from eyas.bench.workload import Prompt
 from eyas.core import SamplingParams, UsageError
 
@@ -19,14 +21,18 @@ if TYPE_CHECKING:
 
 KEY = "OPENAI_API_KEY"
 SILENCE = 600.0  # seconds without a byte after which a request has failed
+FORGET = "/flush_cache", "/reset_prefix_cache"  # SGLang's; vLLM's, in its development mode
 TEXTS = ("content", "reasoning_content", "reasoning", "text")
 
 
 class Endpoint:
-    """``root`` is the address without ``/v1``. ``completions``: text to /v1/completions, for whoever does not chat."""
+    """``root`` is the address without ``/v1``, ``shown`` the same without a password. ``completions``: text to
+    /v1/completions, for whoever does not chat.
+    """
 
     def __init__(self, url: str, *, model: str | None = None, completions: bool = False):
         self.root, self.model, self.completions = root_of(url), model, completions
+        self.shown = no_password(self.root)
         self._http = _client(self.root)
 
     async def close(self) -> None:
@@ -39,9 +45,9 @@ class Endpoint:
         try:
             reply = await self._http.get(self.root + path, timeout=httpx.Timeout(30.0, connect=10.0))
         except httpx.HTTPError as error:
-            raise BenchError(f"{self.root} cannot be reached ({_what(error)}): is the server running?") from error
-        if reply.status_code in (401, 403):
-            raise BenchError(f"{self.root} wants another key ({_reason(reply)}): set {KEY}.")
+            raise BenchError(f"{self.shown} cannot be reached ({_what(error)}): is the server running?") from error
+        if reply.status_code in (401, 403) and path == "/v1/models":  # other pages may be kept from everybody
+            raise BenchError(f"{self.shown} wants another key ({_reason(reply)}): set {KEY}.")
         return None if reply.is_error else reply.text
 
     async def alive(self) -> bool:
@@ -52,6 +58,23 @@ class Endpoint:
             return (await self._http.get(f"{self.root}/v1/models", timeout=10.0)).status_code < 500
         except httpx.HTTPError:
             return False
+
+    async def forget(self) -> bool:
+        """Empties the server's prefix cache; False where it has no way to. Raises BenchError where nobody answers."""
+        import httpx
+
+        try:
+            for path in FORGET:
+                for _ in range(3):
+                    status = (await self._http.post(self.root + path, timeout=30.0)).status_code
+                    if status != 400:
+                        break
+                    await asyncio.sleep(0.2)  # SGLang refuses as long as a request is ending
+                if status < 300:
+                    return True
+        except httpx.HTTPError as error:
+            raise BenchError(f"{self.shown} cannot be reached ({_what(error)}): is the server running?") from error
+        return False
 
     async def json(self, path: str) -> dict[str, Any] | None:
         """The same, where it is a JSON object."""
@@ -102,7 +125,7 @@ class Endpoint:
                 for one in said["content"]
             ]
         except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
-            raise BenchError(f"{self.root} gives no log-probabilities") from error
+            raise BenchError(f"{self.shown} gives no log-probabilities") from error
 
     @property
     def _path(self) -> str:
@@ -170,7 +193,7 @@ def _streamed(prompt: Prompt, events: Sequence[tuple[float, str]]) -> Answer:
     return Answer(
         prompt.key,
         first=times[0] if times else end,
-        total=times[-1] if times else end,
+        total=end,  # the last token may have no text of its own
         gaps=tuple(after - before for before, after in pairwise(times)),
         tokens=usage["completion_tokens"],
         prompt_tokens=usage.get("prompt_tokens"),

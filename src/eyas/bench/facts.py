@@ -12,41 +12,35 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from eyas.bench.client import Endpoint, local
+from eyas.bench.provenance import no_password
 from eyas.bridges.flags import read_flags
 from eyas.core import DraftShape, UsageError
 
 SIMULATED = "SGLANG_SIMULATE_ACC_LEN"
 # Of the arguments that two sides may differ in, those that cannot change how fast they are, or must differ.
-APART = (
-    "speculati",
-    "acceptance",
-    "policy",
-    "num_",
-    "max_queued_requests",
-    "host",
-    "port",
-    "nccl_port",
-    "dist_init_addr",
-    "served_model_name",
-    "random_seed",
-    "seed",
-    "api_key",
-    "admin_api_key",
-    "base_gpu_id",
-    "log",
-    "show_time_cost",
-    "enable_metrics",
-    "version",
-    "status",
-    "internal_states",
-    "startup_time",
-    "max_running_requests",  # of the limits, judged by themselves
-    "max_total_num_tokens",
-    "max_req_input_len",
-    "uptime",
-    "crash_dump_folder",
-    "drafter",
-)
+APART = {
+    *("sc", "spec_config", "num_lookahead_slots", "drafter", "acceptance", "policy"),
+    *("host", "port", "nccl_port", "dist_init_addr", "base_gpu_id", "served_model_name", "random_seed", "seed"),
+    *("show_time_cost", "enable_metrics", "crash_dump_folder", "version", "status", "startup_time", "uptime"),
+    *("num_running_reqs", "num_queue_reqs", "max_queued_requests"),
+    *("max_running_requests", "max_total_num_tokens", "max_req_input_len"),  # of the limits, judged by themselves
+}
+# And those that another launch of the same command changes.
+VOLATILE = {
+    *("acceptance", "policy", "num_running_reqs", "num_queue_reqs", "status", "startup_time", "uptime"),
+    *("host", "port", "nccl_port", "dist_init_addr", "random_seed", "max_total_num_tokens", "max_req_input_len"),
+}
+ALIASES = {
+    "tp": "tp_size",
+    "tensor_parallel_size": "tp_size",
+    "pp": "pp_size",
+    "pipeline_parallel_size": "pp_size",
+    "dp": "dp_size",
+    "data_parallel_size": "dp_size",
+    "expert_parallel_size": "ep_size",
+    "q": "quantization",
+}
+SECRET = ("key", "token", "password", "launch_command")  # ends of names whose values nobody else needs to know
 MODEL = ("revision", "dtype", "quantization", "kv_cache_dtype", "tp_size", "dp_size", "pp_size", "ep_size")
 
 
@@ -54,7 +48,7 @@ MODEL = ("revision", "dtype", "quantization", "kv_cache_dtype", "tp_size", "dp_s
 class Facts:
     """None: unknown."""
 
-    where: str
+    where: str  # without a password
     engine: str = "unknown"  # its name
     version: str | None = None
     model: str | None = None  # path or id of the weights
@@ -65,8 +59,18 @@ class Facts:
     simulated: str = ""  # the evidence that acceptance is faked
     shape: DraftShape | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)  # its own arguments, as far as it tells them
+    from_command: bool = False  # these are what its command line names: the others are as they are by default
+    asked: str = ""  # in which way, beyond the sampling
     sampling: Mapping[str, Any] = field(default_factory=dict)  # defaults of its own
     notes: tuple[str, ...] = ()
+
+    def lasting(self) -> dict[str, Any]:
+        """What another launch of the same command would tell again."""
+        told = self.as_record()
+        for name in ("where", "settings", "notes"):
+            del told[name]
+        host = urlsplit(self.where).hostname or self.where
+        return {n: v for n, v in self.settings.items() if n not in VOLATILE} | {"host": host, **told}
 
     def as_record(self) -> dict[str, Any]:
         return vars(self) | {"shape": vars(self.shape) if self.shape else None, "notes": list(self.notes)}
@@ -90,9 +94,9 @@ async def told(endpoint: Endpoint) -> Told:
     names = [str(entry.get("id")) for entry in models]
     if endpoint.model is None and len(names) != 1:
         shown = ", ".join(names[:5]) or "none"
-        raise UsageError(f"{endpoint.root} serves {len(names)} models ({shown}): say which with --model.")
+        raise UsageError(f"{endpoint.shown} serves {len(names)} models ({shown}): say which with --model.")
     if endpoint.model is not None and names and endpoint.model not in names:
-        raise UsageError(f"{endpoint.root} does not serve {endpoint.model!r} but {', '.join(names[:5])}.")
+        raise UsageError(f"{endpoint.shown} does not serve {endpoint.model!r} but {', '.join(names[:5])}.")
     endpoint.model = endpoint.model or names[0]
     info = await endpoint.json("/server_info?config_format=json") or await endpoint.json("/get_server_info") or {}
     version = (await endpoint.json("/version") or {}).get("version")
@@ -112,7 +116,7 @@ def facts_of(where: str, told: Told) -> Facts:
     draft = _draft_config(settings, flags)
     speculates = _speculates(engine, told, settings, draft)
     return Facts(
-        where,
+        no_password(where),
         engine=engine,
         version=_string(info.get("version")) or told.version,
         model=_string(settings.get("model_path") or settings.get("model") or told.model.get("root")),
@@ -122,7 +126,8 @@ def facts_of(where: str, told: Told) -> Facts:
         speculates=speculates,
         simulated=_simulated(told, info, settings, draft),
         shape=_shape(settings, draft),
-        settings={name: value for name, value in settings.items() if name not in ("internal_states", "api_key")},
+        settings=_public({name: value for name, value in settings.items() if name != "internal_states"}),
+        from_command=bool(flags) and not info,
         sampling=_sampling(settings),
         notes=_notes(engine, told, speculates) + unread,
     )
@@ -130,9 +135,33 @@ def facts_of(where: str, told: Told) -> Facts:
 
 def differences(one: Facts, other: Facts) -> list[str]:
     """Arguments of the same engine that differ, beyond speculation itself."""
-    names = [n for n in one.settings if n in other.settings and not n.startswith(APART) and n not in MODEL]
-    pairs = [(name, one.settings[name], other.settings[name]) for name in sorted(names)]
-    return [f"{name} {a!r} without, {b!r} with" for name, a, b in pairs if a != b and len(f"{a}{b}") < 200]
+    by_command = one.from_command and other.from_command
+    names = {*one.settings, *other.settings} if by_command else {*one.settings} & {*other.settings}
+    names -= APART | {*model_differences(one, other)}
+    found = []
+    for name in sorted(name for name in names if not name.startswith(("speculati", "log_"))):
+        a, b = (repr(side.settings[name]) if name in side.settings else "not given" for side in (one, other))
+        if a != b and len(a + b) < 200:
+            found.append(f"{name} {a} without, {b} with")
+    return found
+
+
+def model_differences(one: Facts, other: Facts) -> list[str]:
+    """Names of arguments by which the sides certainly do not run the same model in the same way.
+
+    SGLang's are as they were given: None may be what the other side was told, read from the weights.
+    """
+    both = [name for name in MODEL if name in one.settings and name in other.settings]
+    pairs = {name: (one.settings[name], other.settings[name]) for name in both}
+    return [name for name, (a, b) in pairs.items() if a != b and (None not in (a, b) or one.engine != "SGLang")]
+
+
+def _public(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _public(value) if isinstance(value, Mapping) else value
+        for name, value in settings.items()
+        if not name.lower().endswith(SECRET)
+    }
 
 
 # What it is
@@ -150,17 +179,17 @@ def _engine(told: Told) -> str:
 
 def _vllm_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """The nested configuration under the names of its flags, as far as they matter here."""
-    parts: dict[str, Any] = {name: config.get(f"{name}_config") or {} for name in ("model", "scheduler", "cache")}
-    model, scheduler, parallel = parts["model"], parts["scheduler"], config.get("parallel_config") or {}
+    parts = ("model", "scheduler", "cache", "parallel", "load")
+    model, scheduler, cache, parallel, load = (config.get(f"{part}_config") or {} for part in parts)
     found = {
         "model": model.get("model"),
         "dtype": model.get("dtype"),
-        "quantization": model.get("quantization"),
+        "load_format": load.get("load_format"),
         "context_length": model.get("max_model_len"),
         "max_num_seqs": scheduler.get("max_num_seqs"),
         "max_num_batched_tokens": scheduler.get("max_num_batched_tokens"),
-        "kv_cache_dtype": parts["cache"].get("cache_dtype"),
-        "enable_prefix_caching": parts["cache"].get("enable_prefix_caching"),
+        "kv_cache_dtype": cache.get("cache_dtype"),
+        "enable_prefix_caching": cache.get("enable_prefix_caching"),
         "enforce_eager": model.get("enforce_eager"),
         "tp_size": parallel.get("tensor_parallel_size"),
         "pp_size": parallel.get("pipeline_parallel_size"),
@@ -169,7 +198,8 @@ def _vllm_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         "generation_config": model.get("generation_config"),
         "speculative_config": config.get("speculative_config"),
     }
-    return {name: value for name, value in found.items() if value is not None}
+    given = {name: value for name, value in found.items() if value is not None}
+    return given | ({"quantization": model["quantization"]} if "quantization" in model else {})  # None: of no kind
 
 
 def _draft_config(settings: Mapping[str, Any], flags: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -271,15 +301,26 @@ def process_of(root: str) -> tuple[tuple[str, ...] | None, str | None]:
 def flags_of(command: Sequence[str] | None) -> dict[str, Any] | None:
     """The flags of an engine's command line, whatever comes before them; None where it cannot be read."""
     arguments = list(command or ())
-    first = next((n for n, argument in enumerate(arguments) if argument.startswith("--")), len(arguments))
     try:
-        found = read_flags(arguments[first:])
+        found = read_flags(arguments[_first_flag(arguments) :])
     except UsageError:
         return None
     dotted = {
         n.partition(".")[2]: v for n, v in found.items() if n.startswith("speculative_config.")
     }  # vLLM takes both
+    found = {ALIASES.get(name, name): value for name, value in found.items()}
     return found | ({"speculative_config": dotted} if dotted else {})
+
+
+def _first_flag(arguments: Sequence[str]) -> int:
+    """Behind ``serve`` or ``-m MODULE``, where short ones are the engine's; else the first long one."""
+    for place, argument in enumerate(arguments):
+        if argument.startswith("--"):
+            return place
+        if argument in ("serve", "-m"):
+            behind = range(place + 1 + (argument == "-m"), len(arguments))
+            return next((n for n in behind if arguments[n].startswith("-")), len(arguments))
+    return len(arguments)
 
 
 def _positive(value: Any) -> bool:

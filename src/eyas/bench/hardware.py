@@ -13,7 +13,7 @@ from typing import Any
 
 from eyas.core import UsageError
 
-ALGORITHMS = ("ring", "tree", "one-shot")
+ALGORITHMS = ("ring", "one-shot")
 FORMATS = ("bf16", "fp8", "int8", "fp4")  # what matrix products run in
 _MAX_FILE = 1_000_000
 
@@ -24,7 +24,6 @@ class AllReduce:
 
     ========  ======================================================================================
     ring      base + 2 (G-1) hop + 2 (G-1)/G n/bandwidth   reduce-scatter, then all-gather (Thakur et al. 2005)
-    tree      base + 2 ceil(log2 G) hop + 2 n/bandwidth    up and down a pipelined binary tree
     one-shot  base + (G-1) hop + (G-1) n/bandwidth         every GPU reads all messages and adds them up itself
     ========  ======================================================================================
 
@@ -47,15 +46,13 @@ class AllReduce:
         """Of an all-reduce of ``size`` bytes."""
         hops, volume = {
             "ring": (2 * (gpus - 1), 2 * (gpus - 1) / gpus),
-            "tree": (2 * math.ceil(math.log2(gpus)), 2.0),
             "one-shot": (gpus - 1, gpus - 1.0),
         }[self.algorithm]
         return self._time(hops, volume * size)
 
     def gather_seconds(self, size: float, gpus: int) -> float:
         """Of an all-gather: ``size`` bytes in all, of which each GPU has its part."""
-        hops = math.ceil(math.log2(gpus)) if self.algorithm == "tree" else gpus - 1
-        return self._time(hops, (gpus - 1) / gpus * size)
+        return self._time(gpus - 1, (gpus - 1) / gpus * size)
 
     def _time(self, hops: int, volume: float) -> float:
         return (self.base_us + hops * self.hop_us) * 1e-6 + volume / (self.gb_s * 1e9)

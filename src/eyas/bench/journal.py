@@ -11,7 +11,7 @@ from typing import Any
 from eyas.bench.passes import BenchError, Level, Name, Pair, Pass, rounded
 from eyas.core import UsageError
 
-FORMAT = 1
+FORMAT = 2
 
 Place = tuple[int, Level, str]  # round, level, task
 

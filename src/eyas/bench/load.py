@@ -16,11 +16,11 @@ Ask = Callable[[Prompt, int], Awaitable[Answer]]  # a prompt, and its number in 
 
 @dataclass(frozen=True)
 class Loaded:
-    """``seconds`` from the first request sent to the last one answered."""
+    """``seconds`` from the first request sent to the last one answered. ``running``: requests at a time, on average."""
 
     answers: tuple[Answer, ...]
     seconds: float
-    peak: int
+    running: float
 
 
 async def put(ask: Ask, prompts: Sequence[Prompt], level: Level, seed: int) -> Loaded:
@@ -30,14 +30,15 @@ async def put(ask: Ask, prompts: Sequence[Prompt], level: Level, seed: int) -> L
         await clients.keep(int(level.value))
     else:
         await clients.arrive(level.value, random.Random(seed))
-    return Loaded(tuple(a for a in clients.answers if a is not None), time.perf_counter() - clients.begin, clients.peak)
+    seconds = time.perf_counter() - clients.begin
+    answers = tuple(answer for answer in clients.answers if answer is not None)
+    return Loaded(answers, seconds, sum(answer.total for answer in answers) / seconds)
 
 
 class _Clients:
     def __init__(self, ask: Ask, prompts: Sequence[Prompt]):
         self.ask, self.prompts = ask, prompts
         self.answers: list[Answer | None] = [None] * len(prompts)
-        self.running = self.peak = 0
         self.begin = time.perf_counter()
 
     async def keep(self, concurrency: int) -> None:
@@ -64,12 +65,7 @@ class _Clients:
 
     async def _one(self, number: int) -> None:
         start = time.perf_counter() - self.begin
-        self.running += 1
-        self.peak = max(self.peak, self.running)
-        try:
-            self.answers[number] = replace(await self.ask(self.prompts[number], number), start=start)
-        finally:
-            self.running -= 1
+        self.answers[number] = replace(await self.ask(self.prompts[number], number), start=start)
 
 
 async def _all(coroutines: Sequence[Awaitable[None]]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from eyas.bench import load
@@ -20,12 +20,15 @@ from eyas.bench.workload import Prompt, Workload, chosen
 from eyas.core import SamplingParams
 
 ROUNDS = 10
+ARRIVING = 30.0
+FULL = 0.8  # of a concurrency: where fewer run on average, it is said
 PATIENCE = 3  # times that a server is looked for before it is given up, a second apart
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured. ``num_prompts`` of each task in each pass; None: two for each that runs at a time, at least 4.
+    """What is measured. ``num_prompts`` of each task in each pass; None: five for each that runs at a time, so that its
+    slow end weighs little; at a request rate what arrives in about ``ARRIVING`` seconds.
 
     ``warmup`` passes of each side and level do not count.
     """
@@ -39,7 +42,9 @@ class Plan:
     def count(self, level: Level) -> int:
         if self.num_prompts is not None:
             return self.num_prompts
-        return max(4, round(2 * level.value)) if level.kind == "concurrency" else 16
+        if level.kind == "concurrency":
+            return round(5 * level.value)
+        return max(16, round(ARRIVING * level.value))
 
     def as_record(self) -> dict[str, Any]:
         return asdict(self)
@@ -142,7 +147,10 @@ async def _pass(side: Side, prompts: Sequence[Prompt], turn: int, level: Level, 
     heard = Heard()
     if not any(answer.lost for answer in loaded.answers) or await side.alive():
         heard = await side.after(before, loaded.answers)
-    return Pass(turn, level, task, side.name, loaded.seconds, loaded.answers, loaded.peak, **vars(heard))
+    if level.kind == "concurrency" and loaded.running < FULL * level.value:
+        note = f"at {level} fewer than {FULL:.0%} of it were running on average: ask more at a time (--num-prompts)"
+        heard = replace(heard, notes=(*heard.notes, note))
+    return Pass(turn, level, task, side.name, loaded.seconds, loaded.answers, loaded.running, **vars(heard))
 
 
 async def _gone(side: Side, answers: Sequence[Answer]) -> bool:

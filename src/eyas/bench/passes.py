@@ -57,7 +57,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Pass:
-    """``peak``: the most requests that were running at a time."""
+    """``running``: requests at a time, on average."""
 
     turn: int  # the round, from 0
     level: Level
@@ -65,7 +65,7 @@ class Pass:
     side: Name
     seconds: float
     answers: tuple[Answer, ...]
-    peak: int = 0
+    running: float = 0.0
     speculation: Speculation | None = None
     notes: tuple[str, ...] = ()
     spent: Mapping[str, float] = field(default_factory=dict)  # seconds of all steps by part, and their number: STEPS

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eyas.bench.agreement import Agreement
+from eyas.bench.agreement import STRANGE, Agreement
 from eyas.bench.passes import PARTS, SIDES, STEPS, BenchError, Level, Name, Pair, Pass, speed
 from eyas.bench.statistics import CONFIDENCE, curve, speedup, spread
 from eyas.bench.verdict import Found, Verdict, judge
@@ -28,19 +28,21 @@ def found_at(pairs: Sequence[Pair], levels: Sequence[Level], family: int) -> lis
         if not good:
             raise BenchError(f"No side wrote a token at {level}: there is nothing to compare.")
         speeds = [with_[n] for n in good], [without[n] for n in good]
-        answers = [
-            answer for turn in by_round for pair in turn for one in pair.sides.values() for answer in one.answers
-        ]
+        passes: list[list[Pass]] = [[pair.sides[name] for turn in by_round for pair in turn] for name in SIDES]
         found.append(
             Found(
                 level,
                 shown=speedup(*speeds),
                 held=speedup(*speeds, confidence=1 - (1 - CONFIDENCE) / family),
                 rounds=len(good),
-                failed=sum(bool(answer.error) for answer in answers) / len(answers),
+                failed=max(map(failed_share, passes)),
             )
         )
     return found
+
+
+def failed_share(passes: Sequence[Pass]) -> float:
+    return sum(len(one.failed) for one in passes) / sum(len(one.answers) for one in passes)
 
 
 def rounds(pairs: Sequence[Pair], level: Level) -> list[list[Pair]]:
@@ -104,27 +106,30 @@ def side_numbers(passes: Sequence[Pass]) -> dict[str, Any]:
         "failed": sum(len(one.failed) for one in passes),
         "tokens": sum(one.tokens for one in passes),
         "prompt_tokens": sum(answer.prompt_tokens or 0 for answer in good),
-        "peak": max(one.peak for one in passes),
+        "running": sum(one.running * one.seconds for one in passes) / sum(one.seconds for one in passes),
         **{name: spread(values) for name, values in times.items()},  # type: ignore[arg-type]
         "curves": {name: curve(values) for name, values in times.items() if name != "between"},  # type: ignore[arg-type]
     }
 
 
 def together(parts: Sequence[Speculation | None]) -> Speculation | None:
-    """All of some passes: where only means are known, their mean; nothing where one of them is unknown."""
-    known = [part for part in parts if part is not None]
+    """All of some passes by their counts; nothing where one of them has none, as means have no weights."""
+    known = [part for part in parts if part is not None and part.steps is not None]
     if not known or len(known) < len(parts):
         return None
     whole = known[0]
     for part in known[1:]:
         whole = whole.plus(part)
-    if whole.acceptance_length is None:
-        lengths = [part.acceptance_length for part in known if part.acceptance_length is not None]
-        if not lengths:
-            return None
-        note = "a mean over passes, without counts"
-        return Speculation(whole.source, mean_length=sum(lengths) / len(lengths), notes=(*whole.notes, note))
-    return whole
+    return None if whole.acceptance_length is None else whole
+
+
+def _mean_note(pairs: Sequence[Pair]) -> list[str]:
+    """An acceptance length that comes as a mean is said once: it is of no single level or task."""
+    means = [one for pair in pairs if (one := pair.with_.speculation) and one.steps is None and one.mean_length]
+    if not means:
+        return []
+    last = means[-1]
+    return [f"acceptance length {last.mean_length:.2f} at the end, says {last.source} ({'; '.join(last.notes)})"]
 
 
 def step_times(sides: Mapping[Name, Sequence[Pass]], acceptance: Speculation | None) -> dict[str, Any] | None:
@@ -182,7 +187,8 @@ def notes_of(pairs: Sequence[Pair]) -> list[str]:
             for text in (*one.notes, *(f"a request failed: {answer.error}" for answer in one.failed)):
                 entry = f"{name} speculation: {text}"
                 counts[entry] = counts.get(entry, 0) + 1
-    return [f"{text}{f' ({count} times)' if count > 1 else ''}" for text, count in counts.items()]
+    said = [f"{text}{f' ({count} times)' if count > 1 else ''}" for text, count in counts.items()]
+    return said + _mean_note(pairs)
 
 
 def repaid(training_seconds: float, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -200,11 +206,20 @@ def repaid(training_seconds: float, rows: Sequence[Mapping[str, Any]]) -> list[d
     ]
 
 
-def strange_reason(found: Agreement) -> str:
-    return (
-        f"{found.at_once:,} of {found.answers:,} greedy answers differ from their first words on: the sides do not run "
-        "the same model with the same prompts, or the acceptance is simulated."
-    )
+def disagreement(found: Agreement) -> list[str]:
+    """Why greedy answers that differ leave nothing to judge."""
+    reasons = []
+    if found.strange:
+        what = f"{found.at_once:,} of {found.answers:,} greedy answers differ from their first words on"
+        if found.at_once <= STRANGE * found.answers:
+            what = f"Only {found.same:,} of {found.answers:,} greedy answers are the same on both sides, but without "
+            what += f"speculation {found.itself[1]:,} of {found.itself[0]:,} in other rounds"
+        reasons.append(
+            f"{what}: the sides do not run the same model with the same prompts, or the acceptance is simulated."
+        )
+    if found.bugs:
+        reasons.append(f"{found.bugs} differences between greedy answers are no near-ties: speculation has a bug.")
+    return reasons
 
 
 def finite(value: float) -> float | None:

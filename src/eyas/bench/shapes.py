@@ -23,6 +23,8 @@ OUTER_KERNELS = 4  # embedding, final norm, head, choice of a token
 
 _UNGATED = ("gpt2", "gpt_neox", "gptj", "opt", "bloom", "falcon", "phi", "starcoder2", "gpt_bigcode", "nemotron")
 _FULL, _WINDOWED = ("full_attention",), ("sliding_attention", "chunked_attention")
+_ALL_WINDOWED = ("llama", "mistral", "mixtral", "phi3", "starcoder2")  # types whose window is that of every layer
+_PERIODS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}  # every so many layers one sees everything
 _OTHER_ATTENTION = ("index_topk", "compress_ratios", "linear_num_value_heads", "mamba_d_state", "ssm_state_size")
 _DRAFT_VOCABULARY = 32_000  # of the published recipe
 
@@ -247,11 +249,17 @@ class _Reader:
             if strange is not None:
                 raise TargetError(f"its config has layers of type {strange!r}: only attention is predicted.")
             return tuple(window if kind in _WINDOWED else None for kind in kinds)
-        if self.text.get("use_sliding_window") is False:
-            window = None
-        if period := self.number("sliding_window_pattern"):  # every so many layers one that sees everything
+        if window is None or self.text.get("use_sliding_window") is False:
+            return (None,) * self.layers
+        kind = self.text.get("model_type", "")
+        if kind.startswith("llama4"):  # 1 is a layer with RoPE, which is chunked
+            rope = self.text.get("no_rope_layers") or [(layer + 1) % 4 for layer in range(self.layers)]
+            return tuple(window if each else None for each in rope)
+        if period := self.number("sliding_window_pattern") or _PERIODS.get(kind):
             return tuple(None if (layer + 1) % period == 0 else window for layer in range(self.layers))
-        return (window,) * self.layers
+        if kind in _ALL_WINDOWED:
+            return (window,) * self.layers
+        raise TargetError(f"its config has a window of {window} and no layer_types: which layers have it is not known.")
 
     def sparse_layers(self) -> int:
         """How many layers route to experts."""

@@ -6,9 +6,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from hashlib import sha256
 from itertools import groupby, pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from eyas import __version__
 from eyas.bench.client import Endpoint
 from eyas.bench.facts import Facts, facts_of, told
 from eyas.bench.passes import PARTS, STEPS, Answer, BenchError, Heard, Name
@@ -18,6 +21,7 @@ from eyas.bridges.metrics import Exposition, MetricsError, Speculation
 from eyas.bridges.sglang import metrics as sglang
 from eyas.bridges.vllm import metrics as vllm
 from eyas.core import EyasError, RequestError, SamplingParams
+from eyas.training.sources import file_hash
 
 if TYPE_CHECKING:
     from eyas.engine.llm import LLM
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
     from eyas.engine.serving import AsyncLLM
 
 PROBE = Prompt("probe", "probe", [{"role": "user", "content": "Say hello."}])
+CLIENT_BUSY = 0.7  # of a CPU, which is all that one thread can use
 STRANGERS = 0.05  # share of a server's tokens that are not ours, above which it is said
 
 
@@ -62,6 +67,25 @@ class Side(Protocol):
     async def close(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class Before:
+    """A pass's beginning: what the server had counted, and what this process had used of a CPU by then."""
+
+    metrics: str
+    forgot: bool  # its prefix cache is empty
+    cpu: float  # seconds
+    clock: float
+
+    def notes(self, share: float) -> tuple[str, ...]:
+        """``share``: of a CPU, that this process has used since."""
+        notes: tuple[str, ...] = ()
+        if not self.forgot:
+            notes = ("its prefix cache is not emptied: prompts that repeat are answered from it",)
+        if share > CLIENT_BUSY:
+            notes += (f"this client used more than {CLIENT_BUSY:.0%} of a CPU: it may be the limit, not the server",)
+        return notes
+
+
 @dataclass
 class EndpointSide:
     """``seeded``: send a seed with every request, which some servers pay for."""
@@ -73,11 +97,12 @@ class EndpointSide:
     facts: Facts = field(init=False)
 
     async def start(self) -> Facts:
-        self.facts = facts_of(self.endpoint.root, await told(self.endpoint))
+        asked = ("as text" if self.endpoint.completions else "as messages") + (", with seeds" if self.seeded else "")
+        self.facts = replace(facts_of(self.endpoint.root, await told(self.endpoint)), asked=asked)
         answer = await self.endpoint.ask(PROBE, replace(self.sampling, max_tokens=8))
         if answer.error:
             hint = ": try --completions" if answer.error.startswith(("HTTP 400", "HTTP 404")) else ""
-            raise BenchError(f"{self.endpoint.root} does not answer ({answer.error}){hint}.")
+            raise BenchError(f"{self.endpoint.shown} does not answer ({answer.error}){hint}.")
         notes = self.facts.notes
         if answer.first is None:
             notes += ("it does not stream: times to the first and between tokens are unknown",)
@@ -101,14 +126,22 @@ class EndpointSide:
         seed = self.sampling.seed + number if self.seeded else None
         return await self.endpoint.ask(prompt, self.sampling, seed)
 
-    async def before(self) -> str:
-        return await self.endpoint.page("/metrics") or ""
+    async def before(self) -> Before:
+        """Empties the prefix cache, or the side that comes second, or later, would find its prompts there."""
+        given = self.facts.settings
+        none = given.get("disable_radix_cache") or given.get("no_enable_prefix_caching")
+        forgot = await self.endpoint.forget() or bool(none) or given.get("enable_prefix_caching") is False
+        return Before(await self.endpoint.page("/metrics") or "", forgot, time.process_time(), time.perf_counter())
 
-    async def after(self, before: str, answers: Sequence[Answer]) -> Heard:
-        after, notes = await self.endpoint.page("/metrics") or "", tuple[str, ...]()
+    async def after(self, before: Before, answers: Sequence[Answer]) -> Heard:
+        share = (time.process_time() - before.cpu) / (time.perf_counter() - before.clock)
+        after, notes = await self.endpoint.page("/metrics") or "", before.notes(share)
         try:
-            notes = self._strangers(before, after, answers)
-            return Heard(None if self.facts.speculates is False else await self._known(before, after, answers), notes)
+            notes += self._strangers(before.metrics, after, answers)
+            if self.facts.speculates is False:
+                return Heard(None, notes)
+            known = await self._known(before.metrics, after, answers)
+            return Heard(known, (*notes, *(f"acceptance, from {known.source}: {note}" for note in known.notes)))
         except MetricsError as error:
             return Heard(None, (*notes, f"acceptance is unknown: {error}"))
 
@@ -124,17 +157,17 @@ class EndpointSide:
         except BenchError:
             return Unlike(None)
         place = common(mine.text, other.text)
-        length = 0
+        text = ""
         for token, gap in choices:
-            length += len(token)
-            if length > place:
-                return Unlike(gap)
+            text += token
+            if len(text) > place:  # this time, it may have answered otherwise before
+                return Unlike(gap if text.startswith(mine.text[:place]) else None)
         return Unlike(None)
 
     async def close(self) -> None:
         await self.endpoint.close()
 
-    async def _known(self, before: str, after: str, answers: Sequence[Answer]) -> Speculation | None:
+    async def _known(self, before: str, after: str, answers: Sequence[Answer]) -> Speculation:
         """The best that is told: by request, by counters, by a mean."""
         if "eyas:spec_decode_num_drafts_total" in after:
             return _from_eyas(Exposition.parse(after), Exposition.parse(before))
@@ -221,6 +254,7 @@ class Embedded:
     """The engine in this process, which both sides share: the same weights, the same memory, the same kernels."""
 
     llm: LLM
+    drafter: str | None = None  # where it came from
     times: StepTimes = field(init=False)
     serving: AsyncLLM | None = None
 
@@ -263,6 +297,7 @@ class EngineSide:
         return Facts(
             "this process",
             engine="Eyas",
+            version=__version__,
             model=llm.name,
             context_length=llm.context_length,
             max_running_requests=llm.engine.scheduler.max_running,
@@ -272,7 +307,8 @@ class EngineSide:
                 "dtype": str(llm.target.dtype).removeprefix("torch."),
                 "device": str(llm.target.device),
                 "speculation": self.engine.times.name if drafter else "off",
-            },
+            }
+            | ({"drafter": _hashed(self.engine.drafter)} if drafter and self.engine.drafter else {}),
         )
 
     async def room(self, prompt: Prompt) -> str:
@@ -322,6 +358,8 @@ class EngineSide:
     async def after(self, before: Any, answers: Sequence[Answer]) -> Heard:
         times = self.engine.times
         spent = dict(zip((*PARTS, STEPS), (times.propose, times.verify, times.rest, times.steps), strict=True))
+        if self.engine.llm.target.device.type != "cpu":
+            spent = {}  # elsewhere they are the times of launching kernels, not of running them
         parts = [metrics.from_stats(stats) for stats in self._stats]
         drafts = self.name == "with" and self.engine.llm.drafter is not None
         return Heard(metrics.total(parts, "Eyas") if drafts and parts else None, (), spent)
@@ -348,6 +386,16 @@ class EngineSide:
         llm = self.engine.llm
         chats = getattr(llm.tokenizer, "chat_template", None)
         return llm.encode(prompt.messages if chats else prompt.text)[0]
+
+
+def _hashed(drafter: str) -> str:
+    """Its name, and a digest of its files where it has some."""
+    path = Path(drafter)
+    files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
+    if not path.exists():
+        return drafter
+    digest = sha256("".join(map(file_hash, files)).encode()).hexdigest()
+    return f"{drafter} (SHA-256 {digest[:12]})"
 
 
 def common(one: str, other: str) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Literal
 
-from eyas.bench.facts import MODEL, Facts, differences
+from eyas.bench.facts import Facts, differences, model_differences
 from eyas.bench.passes import SIDES, Level, Name
 from eyas.bench.statistics import ENOUGH, Interval, crossing
 
@@ -145,12 +145,10 @@ def _models(without: Facts, with_: Facts) -> list[str]:
     one, other = (side.model if without.model and with_.model else side.served for side in both)
     if one and other and _name(one) != _name(other):
         return [f"The sides run different models: {one} without, {other} with."]
-    found = []
-    for name in MODEL:
-        a, b = without.settings.get(name), with_.settings.get(name)
-        if a is not None and b is not None and a != b:
-            found.append(f"The sides run the model differently: {name} is {a} without, {b} with.")
-    return found
+    return [
+        f"The sides run the model differently: {name} is {without.settings[name]} without, {with_.settings[name]} with."
+        for name in model_differences(without, with_)
+    ]
 
 
 def _name(model: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 from eyas.bench.prompts import BUILTIN
@@ -38,6 +40,11 @@ class Workload:
     @property
     def notes(self) -> list[str]:
         return [f"prompts left out of {self.source}: {reason}" for reason in self.left_out]
+
+    @property
+    def digest(self) -> str:
+        asked = [[prompt.key, prompt.messages] for prompts in self.prompts.values() for prompt in prompts]
+        return sha256(json.dumps(asked).encode()).hexdigest()
 
     def only(self, fitting: Mapping[str, Sequence[Prompt]], left_out: Sequence[str]) -> Workload:
         """What of it can be asked. Raises UsageError where nothing is left."""
@@ -76,8 +83,12 @@ def from_file(path: Path) -> Workload:
             continue
         if conversation.problem:
             wrong.setdefault(conversation.problem, []).append(number)
+            continue
+        messages = _up_to_the_last_question(conversation.messages)
+        if all(_is_text(message["content"]) for message in messages):
+            found.append(messages)
         else:
-            found.append(_up_to_the_last_question(conversation.messages))
+            wrong.setdefault("with half a character (a lone surrogate)", []).append(number)
     workload = Workload({}, f"{path.name} (SHA-256 {digest[:12]})")
     return workload.only({path.stem: _numbered(path.stem, found)}, [_named(*entry) for entry in wrong.items()])
 
@@ -98,6 +109,15 @@ def _question(text: str) -> Messages:
 def _up_to_the_last_question(messages: Messages) -> Messages:
     last = max(n for n, message in enumerate(messages) if message["role"] == "user")
     return list(messages[: last + 1])
+
+
+def _is_text(content: str) -> bool:
+    """JSON may hold halves of characters, which cannot be sent."""
+    try:
+        content.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def chosen(prompts: Sequence[Prompt], count: int, turn: int) -> list[Prompt]:

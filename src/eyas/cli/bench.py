@@ -69,7 +69,11 @@ def bench(
     rounds: Annotated[int, _load(help="Of both sides in turn; at least 6 for a verdict.")] = 10,
     num_prompts: Annotated[
         int | None,
-        _load(metavar="N", help="Of each task, in each round and level.", show_default="2 x concurrency, at least 4"),
+        _load(
+            metavar="N",
+            help="Of each task, in each round and level.",
+            show_default="5 x concurrency, or 30 s of arrivals",
+        ),
     ] = None,
     warmup: Annotated[int, _load(metavar="N", help="Passes of each side at each level that do not count.")] = 1,
     dataset: Annotated[
@@ -138,10 +142,9 @@ def bench(
     if compare is not None:
         return show_comparison(compare, form)
     if show is not None:
-        from eyas.bench.benchmark import exit_code, read
+        from eyas.bench.benchmark import read
 
-        made = read(show)
-        return finish(made, show, report, form, exit_code(made))
+        return finish(read(show), show, report, form)
     endpoints = (without, with_)
     refuse(
         (target is None and None in endpoints, "Name a TARGET, or two servers: --without URL and --with URL."),
@@ -191,8 +194,7 @@ def bench(
         provenance(sys.argv),
         training_seconds(Path(chosen)) if chosen and Path(chosen).is_dir() else None,
     )
-    made = run(benchmark)
-    finish(made, where, report, form, made["verdict"]["exit_code"])
+    finish(run(benchmark), where, report, form)
 
 
 # What is asked for
@@ -242,7 +244,7 @@ def embedded(
 ) -> Mapping[Name, Side]:
     from eyas.bench.sides import Embedded, EngineSide
 
-    both = Embedded(loading.load(target, drafter, shape.shape(), engine, debug=debug))
+    both = Embedded(loading.load(target, drafter, shape.shape(), engine, debug=debug), drafter)
     return {"without": EngineSide("without", both, sampling), "with": EngineSide("with", both, sampling)}
 
 
@@ -341,7 +343,7 @@ def so_far(pairs: Sequence[Pair], levels: Sequence[Level]) -> str:
 # What is shown
 
 
-def finish(made: dict[str, Any], where: Path, report: bool, form: str, code: int) -> None:
+def finish(made: dict[str, Any], where: Path, report: bool, form: str) -> None:
     """Shows results, writes the page, and leaves with the verdict's exit code."""
     from eyas.bench.benchmark import write
     from eyas.bench.report import html, markdown
@@ -355,10 +357,10 @@ def finish(made: dict[str, Any], where: Path, report: bool, form: str, code: int
 
         print_json(made)
     elif form == "md":
-        print(markdown(made), end="")
+        print(clean(markdown(made)), end="")
     else:
         show_text(made, where)
-    if code:
+    if code := made["verdict"]["exit_code"]:
         raise typer.Exit(code)
 
 
@@ -431,7 +433,7 @@ def show_comparison(paths: tuple[Path, Path], form: str) -> None:
         for row in cells[1:]:
             print_json(dict(zip(cells[0], row, strict=True)))
     elif form == "md":
-        print(markdown_table(cells))
+        print(clean(markdown_table(cells)))
     else:
         out = console()
         out.width = out.width if out.is_terminal else 160

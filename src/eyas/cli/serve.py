@@ -133,8 +133,8 @@ def log_to_stderr(level: str) -> None:
     """One line for every request and event; of uvicorn what goes wrong."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(FORMAT, "%Y-%m-%dT%H:%M:%S%z"))
-    for name, least in (("eyas", level.upper()), ("uvicorn", "WARNING")):
+    for name, least in (("eyas", 0), ("uvicorn", logging.WARNING)):
         logger = logging.getLogger(name)
         logger.addHandler(handler)
-        logger.setLevel(least)
+        logger.setLevel(max(least, getattr(logging, level.upper())))
         logger.propagate = False

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import queue
 import threading
+import traceback
 from collections.abc import AsyncGenerator, Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:  # a server opens its port before it imports torch, which take
 
 Listener: TypeAlias = "Callable[[Output | EyasError], None]"
 Command = Callable[[], None]
+logger = logging.getLogger("eyas.engine")
 
 
 class AsyncLLM:
@@ -75,11 +78,17 @@ class AsyncLLM:
         """Whether nothing is answered any more: it was told to end, or its thread has died."""
         return self._closed
 
-    def close(self) -> None:
+    @property
+    def ended(self) -> bool:
+        """Whether the thread is gone: closing waits for the step that is running."""
+        return not self._thread.is_alive()
+
+    def close(self, wait: bool = True) -> None:
         """Ends all requests with an error, and the thread."""
         self._closed = True
         self._commands.put(lambda: None)
-        self._thread.join()
+        if wait:
+            self._thread.join()
 
     def _send(self, command: Command) -> None:
         """Queues a command. The engine's thread obeys all that were queued before it was told to end."""
@@ -94,8 +103,11 @@ class AsyncLLM:
             self._serve()
         finally:  # nobody waits for a thread that is gone
             self._closed = True
+            closed = EyasError("The engine was closed before the answer was complete.")
+            self._tell_all(closed)  # first: what is told to leave now finds nothing to take out of a broken engine
             self._obey(wait=False)
-            self._fail_all(EyasError("The engine was closed before the answer was complete."))
+            self._tell_all(closed)
+            self.llm.engine.reset()
 
     def _serve(self) -> None:
         engine = self.llm.engine
@@ -104,7 +116,8 @@ class AsyncLLM:
             try:
                 outputs = [] if engine.idle else engine.step()
             except Exception as error:  # a fault of the engine itself, which knows what it could not lay at any door
-                self._fail_all(EyasError(f"The engine failed ({type(error).__name__}: {error})."))
+                self._tell_all(fault(error))
+                engine.reset()  # where not even this is possible, the thread ends
                 continue
             for output in outputs:
                 if (listener := self._listeners.get(output.request_id)) is not None:
@@ -125,8 +138,10 @@ class AsyncLLM:
             self.llm.engine.add(request)
         except EyasError as error:
             hear(error)
-        except Exception as error:  # nonsense where token ids should be, say: no reason to end everybody else
+        except (TypeError, ValueError) as error:  # nonsense where token ids should be: no reason to end everybody else
             hear(RequestError(f"This request makes no sense ({type(error).__name__}: {error})."))
+        except Exception as error:
+            hear(fault(error))
         else:
             self._listeners[request.id] = hear
 
@@ -135,11 +150,27 @@ class AsyncLLM:
             del self._listeners[request_id]
             self.llm.engine.abort(request_id)
 
-    def _fail_all(self, error: EyasError) -> None:
-        self.llm.engine.reset()
+    def _tell_all(self, error: EyasError) -> None:
         listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():
             listener(error)
+
+
+def fault(error: Exception) -> EyasError:
+    """What callers are told of an error that nobody expected, once it is written down."""
+    logger.error("the engine failed: %s", places(error))
+    told = EyasError(f"The engine failed ({type(error).__name__}: {error}).")
+    told.__cause__ = error
+    return told
+
+
+def places(error: BaseException | None) -> str:
+    """Where an error and its causes were raised, without their messages: these may quote what a user wrote."""
+    found = []
+    while error is not None:
+        found.append(f"{type(error).__name__}\n{''.join(traceback.format_tb(error.__traceback__))}")
+        error = error.__cause__
+    return "caused by ".join(found)
 
 
 def tell(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *news: Any) -> None:

@@ -27,7 +27,7 @@ class Choice:
     finish_reason: FinishReason | None = None
     begun: bool = False  # something of it was sent
     cached_tokens: int = 0
-    offset: int = 0  # characters of the tokens whose log-probabilities were reported
+    offset: int = 0  # characters of text that came with the tokens whose log-probabilities were reported
 
 
 class Answers(ABC):

@@ -12,13 +12,14 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from eyas import __version__
+from eyas.engine.serving import AsyncLLM
 from eyas.server.answers import Answers
 from eyas.server.chat import ChatAnswers
 from eyas.server.completions import CompletionAnswers
 from eyas.server.errors import JSON, ApiError, add_handlers
 from eyas.server.gate import Gate
 from eyas.server.parameters import sampling_params
-from eyas.server.protocol import FIELDS, ChatRequest, CompletionRequest, ErrorBody, check_fields, prompt_count
+from eyas.server.protocol import FIELDS, ChatRequest, CompletionRequest, ErrorBody, check_fields, prompts_of
 from eyas.server.record import Record
 from eyas.server.service import News, Service
 from eyas.server.stream import EventStream
@@ -39,17 +40,17 @@ def make_app(service: Service) -> Gate:
 def _add_completions(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", responses=ERRORS)
     async def chat_completions(asked: ChatRequest, request: Request) -> Response:
-        check(service, asked)
-        prompts = await service.encode(service.encoder.chat, asked)
-        answers = ChatAnswers(asked, prompts, service.settings.model_name, service.llm.tokenizer)
-        return await respond(service, answers, request.state.record)
+        engine = check(service, asked)
+        prompts = await service.encode(engine, service.encoder.chat, asked)
+        answers = ChatAnswers(asked, prompts, service.settings.model_name, engine.llm.tokenizer)
+        return await respond(service, engine, answers, request.state.record)
 
     @app.post("/v1/completions", responses=ERRORS)
     async def completions(asked: CompletionRequest, request: Request) -> Response:
-        check(service, asked)
-        prompts = await service.encode(service.encoder.completion, asked)
-        answers = CompletionAnswers(asked, prompts, service.settings.model_name, service.llm.tokenizer)
-        return await respond(service, answers, request.state.record)
+        engine = check(service, asked)
+        prompts = await service.encode(engine, service.encoder.completion, asked)
+        answers = CompletionAnswers(asked, prompts, service.settings.model_name, engine.llm.tokenizer)
+        return await respond(service, engine, answers, request.state.record)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
@@ -72,20 +73,19 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", responses=ERRORS)
     async def metrics() -> Response:
-        service.metrics.snapshot = await service.snapshot()
-        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(service.metrics.text(await service.snapshot()), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/server_info", responses=ERRORS)
     async def server_info() -> Response:
         return JSON(await described(service))
 
 
-def check(service: Service, asked: ChatRequest | CompletionRequest) -> None:
-    """All that can be said before the prompt is read."""
+def check(service: Service, asked: ChatRequest | CompletionRequest) -> AsyncLLM:
+    """All that can be said before the prompt is read; the engine for whoever passes, who is let in from now on."""
     if asked.model is not None:
         check_model(service, asked.model)
     check_fields(asked)
-    service.check_open(asked.n * (prompt_count(asked.prompt) if isinstance(asked, CompletionRequest) else 1))
+    return service.check_open(asked.n * (len(prompts_of(asked.prompt)) if isinstance(asked, CompletionRequest) else 1))
 
 
 def check_model(service: Service, name: str) -> None:
@@ -94,14 +94,14 @@ def check_model(service: Service, name: str) -> None:
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
-async def respond(service: Service, answers: Answers, record: Record) -> Response:
-    room, vocab_size = service.llm.context_length, service.llm.target.vocab_size
+async def respond(service: Service, engine: AsyncLLM, answers: Answers, record: Record) -> Response:
+    room, vocab_size = engine.llm.context_length, engine.llm.target.vocab_size
     samplings = [
         sampling_params(answers.asked, service.defaults, room - len(prompt.ids), vocab_size)
         for prompt in answers.prompts
     ]
     record.prompt_tokens = sum(len(prompt.ids) for prompt in answers.prompts)
-    outputs = service.answer(answers.requests(samplings), record)
+    outputs = service.answer(engine, answers.requests(samplings), record)
     if answers.asked.stream:
         # the status goes out with the first token: what is wrong until then has a status of its own
         return EventStream(chunks(answers, await anext(outputs), outputs, record), record)

@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from eyas.core import EyasError, NonFiniteLogitsError, UsageError
+from eyas.server.record import Record, log_fault
 
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 CODES = {404: "not_found", 405: "method_not_allowed"}
@@ -58,8 +59,17 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, NonFiniteLogitsError):
         return ApiError(500, str(error), code="non_finite_logits")
     if isinstance(error, EyasError):
-        return ApiError(500, str(error), code="engine_error")
+        return ApiError(500, "The engine failed at this request: the server's log says where.", code="engine_error")
     return ApiError(500, "The server failed at this request: its log says where.", code="internal_error")
+
+
+def failed(record: Record, error: Exception) -> ApiError:
+    """What a client may know of an error, of which the log has the rest."""
+    told = api_error(error)
+    record.failed(told.code or "invalid_request")
+    if told is not error and told.status >= 500:
+        log_fault(record, error)
+    return told
 
 
 class JSON(Response):
@@ -88,7 +98,10 @@ def add_handlers(app: FastAPI, fields: frozenset[str]) -> None:
         return error_response(told)
 
     async def known(request: Request, error: Exception) -> Response:
-        return answer(request, api_error(error))
+        return error_response(failed(request.state.record, error))
+
+    async def unknown(request: Request, error: Exception) -> Response:
+        return answer(request, api_error(error))  # it is raised again behind this, and written down at the gate
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -109,7 +122,7 @@ def add_handlers(app: FastAPI, fields: frozenset[str]) -> None:
     app.add_exception_handler(EyasError, known)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(Exception, known)  # raised again behind it, to be logged
+    app.add_exception_handler(Exception, unknown)
 
 
 def invalid_request(errors: Sequence[Mapping[str, Any]], fields: frozenset[str]) -> ApiError:

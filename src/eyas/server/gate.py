@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import time
 from contextlib import suppress
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from eyas.server.errors import ApiError, api_error, error_response
-from eyas.server.record import LEFT, Record, log_fault
+from eyas.server.errors import ApiError, error_response, failed
+from eyas.server.record import LEFT, Record
 from eyas.server.service import Service
 from eyas.server.settings import MIB
 
-OPEN = frozenset({"/health"})  # without a key
+OPEN = frozenset({("GET", "/health")})  # without a key
 WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 LINGER = 2.0  # seconds in which a refused body may still come: some clients read no answer before they have sent it
 
@@ -30,8 +31,6 @@ class Gate:
         self._hosts = frozenset({"localhost", "127.0.0.1", "::1", settings.host}) if guarded else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
         headers = Headers(scope=scope)
         record = Record.of(scope["method"], headers.get("x-request-id", ""))
         scope.setdefault("state", {})["record"] = record
@@ -47,39 +46,33 @@ class Gate:
             record.complete = message["type"] == "http.response.body" and not message.get("more_body")
 
         caller = Caller(receive)
-        self.service.open_requests += 1
         try:
-            body = await self._admit(scope, headers, caller)
-            await self._watched(scope, body, caller, answer)
+            self._check_host(headers.get("host"))
+            if (scope["method"], scope["path"]) not in OPEN:
+                self._check_key(headers)
+            with self.service.counted():
+                body = await self._body(scope, headers, caller)
+                record.read = time.perf_counter()
+                await self._watched(scope, body, caller, answer)
         except Exception as error:
-            told = api_error(error)
-            record.failed(told.code or "invalid_request")
-            if not isinstance(error, ApiError):
-                log_fault(record, error)
+            told = failed(record, error)
             if not started:
                 if scope["method"] in WITH_BODY:
+                    if "expect" not in headers:
+                        await caller.linger()
                     told.headers["Connection"] = "close"  # the rest of a body must not be taken for a request
                 await error_response(told)(scope, receive, answer)
         finally:
-            self.service.open_requests -= 1
             record.endpoint = getattr(scope.get("route"), "path", "-")
             self.service.metrics.answered(record.endpoint, record.status)
             record.log()
 
-    async def _admit(self, scope: Scope, headers: Headers, caller: Caller) -> bytes:
-        """The body. Raises ApiError before reading it where that is of no use."""
-        try:
-            self._check_host(headers.get("host"))
-            if scope["path"] not in OPEN:
-                self._check_key(headers)
-            if scope["method"] not in WITH_BODY:
-                return b""
-            self.service.check_open()
-            return await self._read(headers, caller)
-        except ApiError:
-            if scope["method"] in WITH_BODY and "expect" not in headers:
-                await caller.linger()
-            raise
+    async def _body(self, scope: Scope, headers: Headers, caller: Caller) -> bytes:
+        """Raises ApiError before reading it where that is of no use."""
+        if scope["method"] not in WITH_BODY:
+            return b""
+        self.service.check_open()
+        return await self._read(headers, caller)
 
     def _check_host(self, host: str | None) -> None:
         if self._hosts is None or host is None:

@@ -7,8 +7,9 @@ import binascii
 import io
 from typing import TYPE_CHECKING
 
+from eyas.core import RequestError
 from eyas.server.errors import refused
-from eyas.target.images import FORMATS, MAX_PIXELS
+from eyas.target.images import MAX_PIXELS, decode_image
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -27,25 +28,13 @@ class ImageReader:
         self._images += 1
         if self._images > MAX_IMAGES:
             raise refused(where, f"A request may have {MAX_IMAGES} images, and this one has more.")
-        return self._open(content_of(url, where), where)
-
-    def _open(self, content: bytes, where: str) -> Image:
+        content = io.BytesIO(content_of(url, where))
         try:
-            from PIL import Image, ImageOps, UnidentifiedImageError
-        except ImportError as error:
-            raise refused(where, "Images need Pillow at the server: install the extra eyas[vision].") from error
-        try:
-            with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-                self._pixels += image.width * image.height
-                if self._pixels > MAX_PIXELS:  # known before anything is decoded
-                    raise refused(where, f"The images of a request may have {MAX_PIXELS:,} pixels in all, not more.")
-                return ImageOps.exif_transpose(image).convert("RGB")
-        except UnidentifiedImageError as error:
-            raise refused(where, f"{where} is not an image that can be read ({', '.join(FORMATS)}).") from error
-        except Image.DecompressionBombError as error:
-            raise refused(where, f"{where} is too large to be decoded safely.") from error
-        except (OSError, ValueError, SyntaxError) as error:  # SyntaxError is Pillow's word for a broken PNG
-            raise refused(where, f"{where} is a damaged image ({type(error).__name__}).") from error
+            image = decode_image(content, where, MAX_PIXELS - self._pixels)
+        except RequestError as error:
+            raise refused(where, str(error)) from error
+        self._pixels += image.width * image.height
+        return image
 
 
 def content_of(url: str, where: str) -> bytes:

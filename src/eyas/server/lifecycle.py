@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from eyas.engine.llm import LLM
 
 READY = "The server is fired up and ready to roll!"  # SGLang's words: scripts wait for them
-FLUSH = 3  # seconds for last answers to go out
+FLUSH = 3  # seconds for last answers to go out, and for the last step of an engine that has to hurry
 KEEP_ALIVE = 65  # seconds: longer than the pools of usual clients and proxies keep a connection
 logger = logging.getLogger("eyas.server")
 
@@ -40,13 +40,14 @@ class Server(uvicorn.Server):
 
 def serve(load: Callable[[], LLM], settings: Settings) -> None:
     """Serves until SIGTERM or SIGINT; a second one does not wait for answers. Raises what ``load`` raises."""
-    if not asyncio.run(_serve(load, settings)):
-        # a thread in the middle of loading cannot be stopped, and torch does not survive the interpreter's end there
+    status = asyncio.run(_serve(load, settings))
+    if status is not None:
+        # a thread that loads or steps cannot be stopped, and torch does not survive the interpreter's end there
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(status)
 
 
-async def _serve(load: Callable[[], LLM], settings: Settings) -> bool:
+async def _serve(load: Callable[[], LLM], settings: Settings) -> int | None:
     with listening(settings.host, settings.port) as sock:
         stop, loop = Stop(), asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -64,11 +65,13 @@ class Stop:
         (self.hurried if self.asked.is_set() else self.asked).set()
 
 
-async def run(service: Service, load: Callable[[], LLM], sock: socket.socket, stop: Stop) -> bool:
-    """The server's whole life on ``sock``. False where it was stopped while ``load`` goes on in its thread."""
+async def run(service: Service, load: Callable[[], LLM], sock: socket.socket, stop: Stop) -> int | None:
+    """The server's whole life on ``sock``. Returns None, or an exit status where a thread goes on: 0 for one that still
+    loads, 1 for a step that did not end although it had to hurry."""
     server = Server(
         uvicorn.Config(
             make_app(service),
+            http="h11",  # comes with uvicorn: what answers does not hang on what else is installed
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -94,8 +97,11 @@ async def run(service: Service, load: Callable[[], LLM], sock: socket.socket, st
     finally:
         await _finish(service, server, serving, stop)
         stopping.cancel()
+    if not service.ended:
+        logger.error("stopped in the middle of a step that did not end")
+        return 1
     logger.info("stopped")
-    return loading.done()
+    return None if loading.done() else 0
 
 
 async def _finish(service: Service, server: Server, serving: asyncio.Task[None], stop: Stop) -> None:
@@ -104,7 +110,8 @@ async def _finish(service: Service, server: Server, serving: asyncio.Task[None],
     await asyncio.wait({draining, hurried}, return_when=asyncio.FIRST_COMPLETED)
     if not draining.done():
         draining.cancel()
-        await service.drain(0)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(service.drain(0), FLUSH)
     hurried.cancel()
     server.should_exit = True
     await serving

@@ -24,7 +24,7 @@ def chat_logprobs(tokenizer: Any, tokens: Iterable[Emitted]) -> dict[str, Any]:
 
 
 def completion_logprobs(tokenizer: Any, tokens: Iterable[Emitted], offset: int) -> tuple[dict[str, Any], int]:
-    """``offset`` characters of the answer's tokens come before these; returned is how many come before the next."""
+    """``offset`` characters of the answer's text come before these tokens; returned is how many before the next."""
     names: list[str] = []
     values: list[float] = []
     top: list[dict[str, float]] = []
@@ -33,7 +33,7 @@ def completion_logprobs(tokenizer: Any, tokens: Iterable[Emitted], offset: int) 
         names.append(token_text(tokenizer, token.token_id))
         values.append(_finite(token.logprob))
         offsets.append(offset)
-        offset += len(names[-1])
+        offset += len(token.text)
         likely: dict[str, float] = {}
         for token_id, logprob in (*token.top_logprobs, (token.token_id, token.logprob)):
             likely.setdefault(token_text(tokenizer, token_id), _finite(logprob))  # of two that read alike the likelier

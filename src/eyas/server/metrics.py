@@ -47,21 +47,21 @@ class Snapshot:
 
 
 class Metrics:
-    """What happened since the server's start. ``snapshot`` is to be brought up to date before ``text``."""
+    """What happened since the server's start."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.acceptance = AcceptanceStats()  # of finished answers
-        self.snapshot: Snapshot | None = None
         self._requests = self._counter("http_requests", "HTTP requests.", "endpoint", "status")
         self._finished = self._counter("request_success", "Finished answers.", "finished_reason")
         self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts, of finished answers.")
         self._cached_tokens = self._counter("prefix_cache_hits", "Tokens of prompts that were in memory already.")
         self._tokens = self._counter("generation_tokens", "Tokens of answers.")
-        self._first = self._histogram("time_to_first_token_seconds", "From the request on.", FIRST_TOKEN)
+        self._first = self._histogram("time_to_first_token_seconds", "From the read request on.", FIRST_TOKEN)
         self._between = self._histogram("inter_token_latency_seconds", "From token to token.", BETWEEN_TOKENS)
-        self._whole = self._histogram("e2e_request_latency_seconds", "Until an answer is complete.", WHOLE_ANSWER)
-        self.registry.register(_Live(self))
+        self._whole = self._histogram(
+            "e2e_request_latency_seconds", "From the read request until an answer is complete.", WHOLE_ANSWER
+        )
         ProcessCollector(registry=self.registry)
 
     def answered(self, endpoint: str, status: int) -> None:
@@ -85,8 +85,11 @@ class Metrics:
         if output.stats is not None:
             self.acceptance.add(output.stats)
 
-    def text(self) -> bytes:
-        return generate_latest(self.registry)
+    def text(self, snapshot: Snapshot | None) -> bytes:
+        """``snapshot`` is the engine's state, None where there is no engine."""
+        live = CollectorRegistry()
+        live.register(_Live(self.acceptance, snapshot))
+        return generate_latest(self.registry) + generate_latest(live)
 
     def _counter(self, name: str, help: str, *labels: str) -> Counter:
         return Counter(f"eyas:{name}", help, labels, registry=self.registry)
@@ -98,13 +101,13 @@ class Metrics:
 class _Live(Collector):
     """What is counted elsewhere, read when somebody asks."""
 
-    def __init__(self, metrics: Metrics):
-        self._metrics = metrics
+    def __init__(self, acceptance: AcceptanceStats, snapshot: Snapshot | None):
+        self._stats, self._snapshot = acceptance, snapshot
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._acceptance(self._metrics.acceptance)
-        if self._metrics.snapshot is not None:
-            yield from self._engine(self._metrics.snapshot)
+        yield from self._acceptance(self._stats)
+        if self._snapshot is not None:
+            yield from self._engine(self._snapshot)
 
     def _acceptance(self, stats: AcceptanceStats) -> Iterator[Metric]:
         yield counter("spec_decode_num_drafts", "Verify steps.", stats.steps)

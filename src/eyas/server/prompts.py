@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from eyas.core import RequestError
 from eyas.server.errors import ApiError, refused
 from eyas.server.images import ImageReader
-from eyas.server.protocol import ChatRequest, CompletionRequest, Message, Part
+from eyas.server.protocol import ChatRequest, CompletionRequest, ImageUrl, Message, Part, check_within, prompts_of
 
 if TYPE_CHECKING:
     from eyas.engine.llm import LLM
@@ -43,8 +43,7 @@ class Encoder:
 
     def completion(self, asked: CompletionRequest) -> list[Prompt]:
         """One or several: text, token ids, or a list of either."""
-        given: Any = asked.prompt
-        prompts = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
+        prompts = prompts_of(asked.prompt)
         if not prompts:
             raise refused("prompt", "prompt is an empty list: give at least one.")
         for prompt in prompts:
@@ -70,9 +69,7 @@ class Encoder:
             raise too_long(param, f"{characters:,} characters, more than {self._llm.context_length:,} tokens can be")
 
     def _message(self, message: Message, where: str, reader: ImageReader) -> dict[str, Any]:
-        for name in ("tool_calls", "function_call", "audio"):
-            if (message.model_extra or {}).get(name):
-                raise refused(f"{where}.{name}", f"{where}.{name} is not supported: tools and audio are not there.")
+        check_within(message, where)
         content: Any = message.content
         if content is None:
             if message.role != "assistant":
@@ -87,11 +84,13 @@ class Encoder:
 
 
 def part_of(part: Part, where: str, reader: ImageReader) -> dict[str, Any]:
+    check_within(part, where)
     if part.type == "text" and part.text is not None:
         return {"type": "text", "text": part.text}
     if part.type == "image_url" and part.image_url is not None:
-        url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
-        return {"type": "image", "image": reader.read(url, where)}
+        image = ImageUrl(url=part.image_url) if isinstance(part.image_url, str) else part.image_url
+        check_within(image, f"{where}.image_url")
+        return {"type": "image", "image": reader.read(image.url, where)}
     raise refused(where, f"{where} must be {{type: text, text}} or {{type: image_url, image_url: {{url}}}}.")
 
 

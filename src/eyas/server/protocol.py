@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError
 from eyas.server.errors import refused
 
 MAX_N = 128
+MAX_BIAS = 1024
 MOST = 10_000  # messages, parts of one, prompts
 INT32, INT64 = (1 << 31) - 1, (1 << 63) - 1
 Count = Annotated[int, Field(ge=1, le=INT32)]
@@ -28,8 +29,11 @@ Stop = Annotated[str, Field(min_length=1, max_length=256)]
 # Fields that change no answer: they are taken and not looked at.
 HARMLESS = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
-    | {"parallel_tool_calls", "prediction", "priority", "request_id", "rid", "cache_salt"}
+    | {"parallel_tool_calls", "prediction", "priority", "request_id", "rid"}
 )
+
+# The same, of what stands within a request.
+HARMLESS_WITHIN = frozenset({"name", "refusal", "annotations", "detail", "cache_control", "include_obfuscation"})
 
 # Fields that would change the answer if we had them, and the values with which they would not.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -43,7 +47,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("add_special_tokens", "truncate_prompt_tokens", "prompt_logprobs", "allowed_token_ids"), ()),
     **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
     **dict.fromkeys(("json_schema", "regex", "ebnf", "custom_logit_processor", "return_hidden_states"), ()),
-    "repetition_detection": (),
+    **dict.fromkeys(("repetition_detection", "cache_salt"), ()),
     "modalities": (["text"],),
     "verbosity": ("medium",),
     "suffix": ("",),
@@ -102,7 +106,7 @@ class Shared(Asked):
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     presence_penalty: float = Field(0, ge=-2, le=2)
     frequency_penalty: float = Field(0, ge=-2, le=2)
-    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=1024)
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=MAX_BIAS)
     seed: int | None = Field(None, ge=-INT64 - 1, le=INT64, description="The n-th answer counts n - 1 up from it.")
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] = []
     stop_token_ids: list[int] = Field([], max_length=64)
@@ -113,6 +117,14 @@ class Shared(Asked):
     speculation: Literal["auto", "off"] = Field(
         "auto", description="off decodes this request plainly: the text stays the same."
     )
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _bounded(cls, value: Any) -> Any:
+        """pydantic counts a dict behind looking at all of it: millions of wrong entries are one error."""
+        if isinstance(value, dict) and len(value) > MAX_BIAS:
+            raise PydanticCustomError("logit_bias", "at most 1024 tokens are taken")
+        return value
 
 
 class ChatRequest(Shared):
@@ -161,9 +173,9 @@ FIELDS = frozenset(
 )
 
 
-def prompt_count(prompt: PromptField) -> int:
+def prompts_of(prompt: Any) -> list[Any]:
     """One text or one list of token ids is one prompt."""
-    return 1 if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else len(prompt)
+    return [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
 
 
 def check_fields(asked: ChatRequest | CompletionRequest) -> None:
@@ -173,9 +185,12 @@ def check_fields(asked: ChatRequest | CompletionRequest) -> None:
             continue
         if name in UNSUPPORTED:
             raise refused(name, f"{name} is not supported: leave it out.", "unsupported_parameter")
+        name = name[:64]
         near = difflib.get_close_matches(name, type(asked).model_fields, 1)
         hint = f"do you mean {near[0]}?" if near else "see /openapi.json for what there is."
-        raise refused(name[:64], f"Unknown field {name[:64]!r}: {hint}", "unknown_parameter")
+        raise refused(name, f"Unknown field {name!r}: {hint}", "unknown_parameter")
+    if asked.stream_options:
+        check_within(asked.stream_options, "stream_options")
     if asked.response_format and asked.response_format.type != "text":
         raise refused(
             "response_format",
@@ -186,3 +201,11 @@ def check_fields(asked: ChatRequest | CompletionRequest) -> None:
         raise refused("stream_options", "stream_options is for streams only: set stream to true, or leave it out.")
     if isinstance(asked, ChatRequest) and asked.top_logprobs is not None and not asked.logprobs:
         raise refused("top_logprobs", "top_logprobs needs logprobs to be true.")
+
+
+def check_within(given: Asked, where: str) -> None:
+    """Raises ApiError for a field of a part of a request, which stands at ``where``, that is not supported."""
+    for name, value in (given.model_extra or {}).items():
+        if name not in HARMLESS_WITHIN and (name, value) != ("tool_calls", []):
+            place = f"{where}.{name[:64]}"
+            raise refused(place, f"{place} is not supported: leave it out.", "unsupported_parameter")

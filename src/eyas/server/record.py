@@ -1,13 +1,14 @@
-"""What one HTTP request came to: the line in the log, which never holds a user's text."""
+"""What one HTTP request came to: the line in the log, which above the level debug never holds a user's text."""
 
 from __future__ import annotations
 
 import logging
 import re
 import time
-import traceback
 import uuid
 from dataclasses import dataclass, field
+
+from eyas.engine.serving import places
 
 logger = logging.getLogger("eyas.server")
 
@@ -29,6 +30,7 @@ class Record:
     cached_tokens: int = 0
     completion_tokens: int = 0
     begin: float = field(default_factory=time.perf_counter)
+    read: float = 0.0  # when all of it was there: how fast a caller sends it says nothing about the server
     first: float | None = None  # when the first token came
 
     @classmethod
@@ -55,12 +57,11 @@ class Record:
             tokens = {name: getattr(self, name) for name in ("prompt_tokens", "cached_tokens", "completion_tokens")}
             facts |= tokens
         if self.first is not None:
-            facts["first_token_seconds"] = f"{self.first - self.begin:.3f}"
+            facts["first_token_seconds"] = f"{self.first - self.read:.3f}"
         return facts | ({"error": self.error} if self.error else {})
 
 
 def log_fault(record: Record, error: BaseException) -> None:
-    """Where a fault happened, without its message: that may quote what a user wrote."""
-    places = "".join(traceback.format_tb(error.__traceback__))
-    logger.error("fault id=%s error=%s\n%s", record.id, type(error).__name__, places)
+    """Where a fault happened; what it says, which may quote what a user wrote, at the level debug only."""
+    logger.error("fault id=%s error=%s", record.id, places(error))
     logger.debug("fault id=%s", record.id, exc_info=error)

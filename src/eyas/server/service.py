@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 from eyas.core import EyasError, Request, RequestError
 from eyas.engine.serving import AsyncLLM
-from eyas.server.errors import later, refused
+from eyas.server.errors import ApiError, later, refused
 from eyas.server.metrics import Metrics, Snapshot
 from eyas.server.parameters import default_sampling
 from eyas.server.prompts import Encoder
@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # torch is imported by what loads the target, behind the open
     from eyas.engine.llm import LLM
     from eyas.engine.sequence import Output
 
+A = TypeVar("A")
 T = TypeVar("T")
 News: TypeAlias = "tuple[int, Output]"
 
@@ -33,8 +34,9 @@ class Service:
         self.settings, self.metrics = settings, Metrics()
         self.status: Literal["loading", "ready", "draining"] = "loading"
         self.began = int(time.time())
-        self.open_requests = 0  # HTTP requests being answered
+        self.open_requests = 0  # HTTP requests that were let in and are being answered
         self.in_flight = 0  # answers that the engine has, running or waiting
+        self.image_bytes = 0  # of the images that they see
         self._engine: AsyncLLM | None = None
         self._threads = ThreadPoolExecutor(1, "eyas-encode")  # one: a tokenizer is not for several at a time
 
@@ -52,30 +54,50 @@ class Service:
         while self.open_requests and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         if self._engine is not None:
-            await asyncio.to_thread(self._engine.close)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+            self._engine.close(wait=False)
+        while not self.ended:
+            await asyncio.sleep(0.02)
+        self._threads.shutdown(wait=False)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no step is running any more, nor will be."""
+        return self._engine is None or self._engine.ended
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        self.open_requests += 1
+        try:
+            yield
+        finally:
+            self.open_requests -= 1
 
     @property
     def engine(self) -> AsyncLLM:
         """Raises ApiError where requests cannot be answered (yet, or any more)."""
         if self.status == "loading":
             raise later(503, "The target is still being loaded: try again in a few seconds.", "loading", 5)
-        if self.status == "draining":
-            raise later(
-                503, "The server is shutting down: ask another one, or this one once it is back.", "draining", 30
-            )
-        assert self._engine is not None
-        if self._engine.closed:
-            raise later(503, "The engine has stopped: the server must be started anew.", "engine_stopped", 60)
+        if self._engine is None or self.status == "draining" or self._engine.closed:
+            raise self._gone()
         return self._engine
+
+    def _gone(self) -> ApiError:
+        if self.status == "draining":
+            message = "The server is shutting down: ask another one, or this one once it is back."
+            return later(503, message, "draining", 30)
+        return later(503, "The engine has stopped: the server must be started anew.", "engine_stopped", 60)
 
     @property
     def llm(self) -> LLM:
         return self.engine.llm
 
-    def check_open(self, answers: int = 1) -> None:
-        """Raises ApiError where so many more answers cannot be taken on."""
-        _ = self.engine
+    def check_open(self, answers: int = 1) -> AsyncLLM:
+        """The engine. Raises ApiError where so many more answers cannot be taken on."""
+        engine = self.engine
+        self._check_room(answers)
+        return engine
+
+    def _check_room(self, answers: int) -> None:
         if answers > self.places:
             raise refused(
                 None, f"A request for {answers} answers is too much: {self.places} can be in the queue in all."
@@ -85,9 +107,15 @@ class Service:
             message = f"{self.in_flight} answers are running or waiting, {self.places} can be: try again in a moment."
             raise later(429, message, "queue_full", 1)
 
-    async def encode(self, function: Callable[..., T], *args: object) -> T:
-        """Runs something that would keep everybody else waiting."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+    async def encode(self, engine: AsyncLLM, function: Callable[[A], T], asked: A) -> T:
+        """Runs something that would keep everybody else waiting. Raises ApiError where the engine ends before it."""
+
+        def work() -> T:
+            if engine.closed:
+                raise self._gone()
+            return function(asked)
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def snapshot(self) -> Snapshot | None:
         """The engine's state, None where there is no engine (yet, or any more)."""
@@ -96,15 +124,20 @@ class Service:
         engine = self._engine.llm.engine
         return await self._engine.call(lambda: Snapshot.of(engine))
 
-    async def answer(self, requests: Sequence[Request], record: Record) -> AsyncGenerator[News, None]:
+    async def answer(self, engine: AsyncLLM, requests: Sequence[Request], record: Record) -> AsyncGenerator[News, None]:
         """Yields what becomes of ``requests``, each by its number. Who leaves frees what they held at once.
 
         Raises ApiError where there is no room for them; any other error ends them all.
         """
-        self.check_open(len(requests))
+        self._check_room(len(requests))
+        images = requests[0].images or {}  # only chats have any: all answers are to one prompt
+        size = sum(image.nbytes for image in images.values())
+        if size and self.image_bytes and self.image_bytes + size > self.settings.max_image_bytes:
+            raise later(429, "Too many images are waiting to be seen: try again in a moment.", "queue_full", 1)
         inbox: asyncio.Queue[News | Exception] = asyncio.Queue()
         self.in_flight += len(requests)
-        tasks = [asyncio.create_task(self._pump(*pair, inbox, record)) for pair in enumerate(requests)]
+        self.image_bytes += size
+        tasks = [asyncio.create_task(self._pump(engine, *pair, inbox, record)) for pair in enumerate(requests)]
         for task in tasks:  # even if it is cancelled before it has begun; not when a slow reader has read all
             task.add_done_callback(self._leave)
         try:
@@ -116,30 +149,28 @@ class Service:
                 yield news
                 unfinished -= news[1].finish_reason is not None
         finally:
+            self.image_bytes -= size
             for task in tasks:
                 task.cancel()
 
     def _leave(self, task: asyncio.Task) -> None:
         self.in_flight -= 1
 
-    async def _pump(self, number: int, request: Request, inbox: asyncio.Queue, record: Record) -> None:
-        last, first = record.begin, True
+    async def _pump(
+        self, engine: AsyncLLM, number: int, request: Request, inbox: asyncio.Queue, record: Record
+    ) -> None:
+        last, first = record.read, True
         try:
-            async with aclosing(self.engine.stream(request)) as outputs:
+            async with aclosing(engine.stream(request)) as outputs:
                 async for output in outputs:
                     now = time.perf_counter()
                     record.first = record.first or now
                     record.completion_tokens += len(output.emitted)
                     self.metrics.heard(output, now - last, first)
                     if output.finish_reason is not None:
-                        self.metrics.finished(output, len(request.prompt_ids), now - record.begin)
+                        self.metrics.finished(output, len(request.prompt_ids), now - record.read)
                     inbox.put_nowait((number, output))
                     last, first = now, False
         except Exception as error:
-            inbox.put_nowait(self._told(error))
-
-    def _told(self, error: Exception) -> Exception:
-        """An engine that was closed is no fault: the server was told to end."""
-        if self.status == "draining" and isinstance(error, EyasError) and not isinstance(error, RequestError):
-            return later(503, "The server was shut down before the answer was complete.", "draining", 30)
-        return error
+            ended = engine.closed and isinstance(error, EyasError) and not isinstance(error, RequestError)
+            inbox.put_nowait(self._gone() if ended else error)

@@ -18,6 +18,7 @@ class Settings:
     api_key: str | None = None
     max_queued_requests: int = 256  # answers that wait for a place among the running ones
     max_body_bytes: int = 16 * MIB
+    max_image_bytes: int = 2048 * MIB  # of requests that run or wait, as the target takes them
     body_timeout: float = 30.0  # seconds
     drain_timeout: float = 25.0  # seconds; Kubernetes kills after 30
     model_defaults: bool = True  # sampling that a request leaves open: the target's generation config, else OpenAI's
@@ -29,7 +30,10 @@ class Settings:
             (self.max_queued_requests >= 0, f"--max-queued-requests must be >= 0, got {self.max_queued_requests}."),
             (self.max_body_bytes >= 1024, f"--max-body-mib must be at least 1, got {self.max_body_bytes / MIB:g}."),
             (0 <= self.drain_timeout < 1e6, f"--drain-timeout must be >= 0 seconds, got {self.drain_timeout}."),
-            (self.api_key is None or self.api_key.strip() != "", "--api-key must not be empty."),
+            (
+                self.api_key is None or self.api_key == self.api_key.strip() != "",
+                "--api-key must not be empty, nor begin or end with a blank: no client could send it.",
+            ),
         ]
         for fine, message in checks:
             if not fine:

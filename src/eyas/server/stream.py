@@ -9,8 +9,8 @@ from typing import Any
 from starlette.responses import StreamingResponse
 from starlette.types import Send
 
-from eyas.server.errors import api_error, encoded
-from eyas.server.record import Record, log_fault
+from eyas.server.errors import encoded, failed
+from eyas.server.record import Record
 
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies shall pass on what they get
 
@@ -31,9 +31,5 @@ class EventStream(StreamingResponse):
             async for event in self._events:
                 yield b"data: " + encoded(event) + b"\n\n"
         except Exception as error:  # the status is sent: what went wrong is an event too
-            told = api_error(error)
-            self._record.failed(told.code or "invalid_request")
-            if told.code == "internal_error":
-                log_fault(self._record, error)
-            yield b"data: " + encoded(told.body) + b"\n\n"
+            yield b"data: " + encoded(failed(self._record, error).body) + b"\n\n"
         yield b"data: [DONE]\n\n"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from jinja2 import TemplateError
 
@@ -19,31 +20,40 @@ TEXT_KEYS = frozenset({"input_ids", "attention_mask", "position_ids", "cache_pos
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 50_000_000  # a decoded image takes 3 bytes a pixel, however small its file is
 MAX_FILE = 50_000_000
+BROKEN = (OSError, ValueError, SyntaxError, TypeError, LookupError, struct.error)  # Pillow's words for a broken file
 
 
 def open_image(file: str | Path) -> Image:
     """A local picture, upright and in RGB. RequestError for what is none, or too large to be decoded safely."""
-    try:
-        from PIL import Image, ImageOps, UnidentifiedImageError
-    except ImportError as error:
-        raise RequestError("Images need Pillow: install the extra eyas[vision].") from error
     path = Path(file).expanduser()
     if not path.is_file():
         raise RequestError(f"There is no image file {str(file)!r}; images are read from local files only.")
     if (size := path.stat().st_size) > MAX_FILE:
         raise RequestError(f"The image {path} has {size:,} bytes, more than the {MAX_FILE:,} that are read.")
+    return decode_image(path, f"The image {path}")
+
+
+def decode_image(file: Path | BinaryIO, name: str, most: int = MAX_PIXELS) -> Image:
+    """A picture, upright and in RGB. RequestError for what is none, or has more than ``most`` pixels."""
     try:
-        with Image.open(path, formats=FORMATS) as image:
+        from PIL import Image, ImageOps, UnidentifiedImageError
+    except ImportError as error:
+        raise RequestError("Images need Pillow: install the extra eyas[vision].") from error
+    try:
+        with Image.open(file, formats=FORMATS) as image:
             width, height = image.size
-            if width * height > MAX_PIXELS:
-                raise RequestError(f"The image {path} has {width} x {height} pixels, more than {MAX_PIXELS:,} in all.")
+            if width * height > most:  # known before anything is decoded
+                left = "" if most == MAX_PIXELS else ", with those of the images before it"
+                raise RequestError(f"{name} has {width} x {height} pixels, more than {MAX_PIXELS:,}{left}.")
             return ImageOps.exif_transpose(image).convert("RGB")
     except UnidentifiedImageError as error:
-        raise RequestError(f"{path} is not an image that can be read ({', '.join(FORMATS)}).") from error
+        raise RequestError(f"{name} is not an image that can be read ({', '.join(FORMATS)}).") from error
     except Image.DecompressionBombError as error:
-        raise RequestError(f"The image {path} is too large: {error}") from error
-    except (OSError, ValueError, SyntaxError) as error:  # SyntaxError is Pillow's word for a broken PNG
-        raise RequestError(f"The image {path} is damaged: {error}") from error
+        raise RequestError(f"{name} is too large to be decoded safely.") from error
+    except RequestError:
+        raise
+    except BROKEN as error:
+        raise RequestError(f"{name} is damaged: {error}") from error
 
 
 def has_images(messages: Sequence[Mapping[str, Any]]) -> bool:
