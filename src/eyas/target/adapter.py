@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -220,6 +221,7 @@ class HFTarget:
         masks = self._masks.build(Block(ids, 0, starts, length), self.dtype)
         any_length((part for pair in views.values() for part in pair), dim=2)
         any_length(masks.values() if isinstance(masks, dict) else [masks], dim=3)
+        gc.collect()  # another target of the same model that is garbage would take its hooks away while this is traced
         step = compiled(type(self)._step, self)
         step(ids, positions, masks, starts, views)
         self._compiled[size] = step
