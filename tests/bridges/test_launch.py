@@ -161,7 +161,7 @@ def test_who_says_nothing_when_it_is_ready():
     assert vllm.signs({}, {}).ready is not None and sglang.signs({}, {}).ready is not None
 
 
-@pytest.mark.parametrize("flag", ["--headless", "--uds=/tmp/x", "--grpc"])
+@pytest.mark.parametrize("flag", ["--headless", "--uds=engine.sock", "--grpc"])
 def test_servers_that_cannot_be_followed(ask, flag):
     with pytest.raises(UsageError, match=f"cannot follow a server with {flag.partition('=')[0]}"):
         ask(flag, name="vllm", check=False)
