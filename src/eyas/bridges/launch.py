@@ -108,7 +108,7 @@ class Plan:
     @property
     def address(self) -> Address:
         host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.bound, self.bound)
-        return Address(host, _engine(self.asked).port(self.flags), "ssl_keyfile" in self.flags)
+        return Address(host, _port(self.flags, _engine(self.asked).PORT), "ssl_keyfile" in self.flags)
 
     @property
     def bound(self) -> str:
@@ -124,6 +124,13 @@ class Plan:
         """For a shell."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
         return " ".join([*variables, shlex.join(self.command)])
+
+
+def _port(flags: Mapping[str, Any], default: int) -> int:
+    given = flags.get("port", default)
+    if type(given) is not int or not 0 < given < 65536:
+        raise UsageError(f"--port {given}: expected a number from 1 to 65535")
+    return given
 
 
 class DoesNotFitError(EyasError):
@@ -156,9 +163,10 @@ def plan(asked: Asked, environment: Mapping[str, str] | None = None) -> Plan:
         return Plan(asked, source, target.folder, command, known, environment, notes=notes)
 
     found = with_drafter(drafter)
-    if reason := engine.unfollowed(found.flags):
+    if name := next((name for name in engine.UNFOLLOWED if found.flags.get(name)), ""):
+        flag = f"--{name.replace('_', '-')}"
         raise UsageError(
-            f"eyas launch cannot follow a server with {reason}, which has no HTTP health endpoint of its own"
+            f"eyas launch cannot follow a server with {flag}, which has no HTTP health endpoint of its own"
         )
     if asked.check:
         report, wrong = _look(found, drafter)

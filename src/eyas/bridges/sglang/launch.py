@@ -13,6 +13,8 @@ from eyas.bridges.following import Signs
 from eyas.core import UsageError
 
 DIALECT = "sglang"
+PORT = 30000  # by default
+UNFOLLOWED = ("grpc_mode", "smg_grpc_mode", "encoder_only")  # these have no health endpoint
 GOES_WITH_IT = "$^"  # nothing: what the plugin supplies, the check calls by name
 _HEADER = re.compile(r"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(\.\d+)?(?P<process>[^\]]*)\] ")
 _STAGES = (
@@ -103,19 +105,6 @@ def notes(flags: Mapping[str, Any], given: Sequence[str], environment: Mapping[s
 
 def host(flags: Mapping[str, Any]) -> str:
     return str(flags.get("host", "127.0.0.1"))
-
-
-def port(flags: Mapping[str, Any]) -> int:
-    given = flags.get("port", 30000)
-    if type(given) is not int or not 0 < given < 65536:
-        raise UsageError(f"--port {given}: expected a number from 1 to 65535")
-    return given
-
-
-def unfollowed(flags: Mapping[str, Any]) -> str:
-    """The flag that makes it a server which cannot be followed, "" for others."""
-    names = ("grpc_mode", "smg_grpc_mode", "encoder_only")
-    return next((f"--{name.replace('_', '-')}" for name in names if flags.get(name)), "")
 
 
 def signs(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Signs:

@@ -14,6 +14,8 @@ from eyas.bridges.following import Signs
 from eyas.core import UsageError
 
 DIALECT = "vllm"
+PORT = 8000  # by default
+UNFOLLOWED = ("headless", "grpc", "uds", "data_parallel_multi_port_external_lb")  # these have no health endpoint
 GOES_WITH_IT = "reads image_token_index of the target's config"  # the plugin names it for a wrapper that it completes
 DRAFT_TOKENS = 3  # vLLM has no default
 _HEADER = re.compile(
@@ -156,19 +158,6 @@ def notes(flags: Mapping[str, Any], given: Sequence[str], environment: Mapping[s
 
 def host(flags: Mapping[str, Any]) -> str:
     return str(flags.get("host") or "")
-
-
-def port(flags: Mapping[str, Any]) -> int:
-    given = flags.get("port", 8000)
-    if type(given) is not int or not 0 < given < 65536:
-        raise UsageError(f"--port {given}: expected a number from 1 to 65535")
-    return given
-
-
-def unfollowed(flags: Mapping[str, Any]) -> str:
-    """The flag that makes it a server which cannot be followed, "" for others."""
-    names = ("headless", "grpc", "uds", "data_parallel_multi_port_external_lb")
-    return next((f"--{name.replace('_', '-')}" for name in names if flags.get(name)), "")
 
 
 def signs(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Signs:
