@@ -92,7 +92,9 @@ try:
     main(sys.argv[1:])
 except SystemExit as left:
     assert not left.code, left.code
-heavy = {"torch", "transformers", "numpy", "huggingface_hub", "accelerate", "pyarrow", "httpx"} & set(sys.modules)
+heavy = {"torch", "transformers", "numpy", "huggingface_hub", "accelerate", "pyarrow", "httpx"}
+heavy |= {"asyncio", "fastapi", "uvicorn", "pydantic", "scipy", "libcst"}
+heavy &= set(sys.modules)
 print(*sorted(heavy), file=sys.stderr)
 """
 
@@ -111,8 +113,9 @@ def test_help_imports_nothing_heavy(target):
 
 
 def test_check_never_imports_torch(drafter):
-    assert heavy_modules("check", drafter) <= {"numpy"}
-    assert heavy_modules("check", drafter, "--json") <= {"numpy"}
+    light = {"numpy", "pydantic"}  # the latter by typer, where it is installed
+    assert heavy_modules("check", drafter) <= light
+    assert heavy_modules("check", drafter, "--json") <= light
 
 
 def test_it_is_a_module_too():

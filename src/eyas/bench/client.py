@@ -15,6 +15,7 @@ from eyas.bench.passes import Answer, BenchError
 from eyas.bench.provenance import no_password
 from eyas.bench.workload import Prompt
 from eyas.core import SamplingParams, UsageError
+from eyas.training.answering import message, reason
 
 if TYPE_CHECKING:
     import httpx
@@ -47,7 +48,7 @@ class Endpoint:
         except httpx.HTTPError as error:
             raise BenchError(f"{self.shown} cannot be reached ({_what(error)}): is the server running?") from error
         if reply.status_code in (401, 403) and path == "/v1/models":  # other pages may be kept from everybody
-            raise BenchError(f"{self.shown} wants another key ({_reason(reply)}): set {KEY}.")
+            raise BenchError(f"{self.shown} wants another key ({reason(reply)}): set {KEY}.")
         return None if reply.is_error else reply.text
 
     async def alive(self) -> bool:
@@ -147,7 +148,7 @@ class Endpoint:
     def _whole(self, prompt: Prompt, reply: httpx.Response, seconds: float) -> Answer:
         """An error, or the answer of a server that does not stream."""
         if reply.is_error:
-            return Answer(prompt.key, total=seconds, error=f"HTTP {reply.status_code}: {_reason(reply)}")
+            return Answer(prompt.key, total=seconds, error=f"HTTP {reply.status_code}: {reason(reply)}")
         try:
             content = reply.json()
             choice, tokens = content["choices"][0], int(content["usage"]["completion_tokens"])
@@ -177,7 +178,7 @@ def _streamed(prompt: Prompt, events: Sequence[tuple[float, str]]) -> Answer:
         except (ValueError, AttributeError):
             return Answer(prompt.key, total=at, error=f"no event but {data[:80]!r}")
         if content.get("error"):
-            return Answer(prompt.key, total=at, error=f"in the stream: {_message(content)}")
+            return Answer(prompt.key, total=at, error=f"in the stream: {message(content)}")
         usage = content.get("usage") or usage
         for choice in choices:
             if text := _text(choice.get("delta") or choice):
@@ -248,16 +249,3 @@ def _client(root: str) -> httpx.AsyncClient:
 
 def _what(error: Exception) -> str:
     return f"{type(error).__name__}{f': {error}' if str(error) else ''}"
-
-
-def _reason(reply: httpx.Response) -> str:
-    try:
-        text = _message(reply.json())
-    except ValueError:
-        text = reply.text
-    return " ".join(text.split())[:200] or reply.reason_phrase
-
-
-def _message(content: Any) -> str:
-    found = content.get("error", content) if isinstance(content, Mapping) else content
-    return str(found.get("message", found) if isinstance(found, Mapping) else found)

@@ -58,7 +58,6 @@ class Progress:
     rounds: int
     level: Level
     task: str
-    side: Name
     share: float  # of everything
     pairs: Sequence[Pair]
 
@@ -115,7 +114,7 @@ async def measure(
                 raise BenchError(f"{error} {kept(journal)}") from error
             journal.add(done)
             share = 1 - (len(missing) - number - (half + 1) / 2) / len(places)
-            report(Progress(turn, plan.rounds, level, task, name, share, list(journal.pairs.values())))
+            report(Progress(turn, plan.rounds, level, task, share, list(journal.pairs.values())))
     return [journal.pairs[place] for place in places]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from eyas.bench.prompts import BUILTIN
 from eyas.core import UsageError
-from eyas.training.conversation import Messages
+from eyas.training.conversation import Messages, question, up_to_the_last_question
 from eyas.training.dataset import DataError
 from eyas.training.sources import file_hash, parse_conversation
 
@@ -60,7 +60,7 @@ def builtin(tasks: Sequence[str] = ()) -> Workload:
     for task in tasks:
         if task not in BUILTIN:
             raise UsageError(f"There are no built-in prompts for {task!r}: choose from {', '.join(BUILTIN)}.")
-    chosen = {task: _numbered(task, [_question(text) for text in BUILTIN[task]]) for task in tasks or BUILTIN}
+    chosen = {task: _numbered(task, [question(text) for text in BUILTIN[task]]) for task in tasks or BUILTIN}
     return Workload(chosen, "the built-in prompts")
 
 
@@ -84,7 +84,7 @@ def from_file(path: Path) -> Workload:
         if conversation.problem:
             wrong.setdefault(conversation.problem, []).append(number)
             continue
-        messages = _up_to_the_last_question(conversation.messages)
+        messages = up_to_the_last_question(conversation.messages)
         if all(_is_text(message["content"]) for message in messages):
             found.append(messages)
         else:
@@ -100,15 +100,6 @@ def _named(reason: str, lines: Sequence[int]) -> str:
 
 def _numbered(task: str, conversations: Sequence[Messages]) -> tuple[Prompt, ...]:
     return tuple(Prompt(f"{task}/{n}", task, messages) for n, messages in enumerate(conversations, start=1))
-
-
-def _question(text: str) -> Messages:
-    return [{"role": "user", "content": text}]
-
-
-def _up_to_the_last_question(messages: Messages) -> Messages:
-    last = max(n for n, message in enumerate(messages) if message["role"] == "user")
-    return list(messages[: last + 1])
 
 
 def _is_text(content: str) -> bool:

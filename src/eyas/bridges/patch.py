@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from eyas.bridges.changes import CannotPatchError, Change
+from eyas.bridges.changes import Change
 from eyas.bridges.code.classes import Classes
 from eyas.bridges.code.source import ENGINES, EngineSource, collector_paused, roots
 from eyas.bridges.sglang import patch as sglang
@@ -175,6 +175,3 @@ def _forget_bytecode(file: Path) -> None:
 
 def _hash(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
-
-
-__all__ = ["CannotPatchError", "Edit", "apply", "missing", "patched_files", "plan", "revert"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eyas.cli.console import clean, console, notice
+from eyas.cli.console import INTERRUPTED, clean, console, notice
+from eyas.cli.eval import choose_drafter
 from eyas.cli.options import OUTPUT, Debug, EngineFlags, LoadingFlags, ShapeFlags, refuse, spread
 from eyas.core import SamplingParams, UsageError
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from eyas.bench.sides import Side
     from eyas.bench.workload import Workload
 
-INTERRUPTED = 130
 ENDPOINTS_AT, EMBEDDED_AT = "1,2,4,8,16,32,64", "1,2,4,8,16,32"
 WIDTH = 110
 _sides: Callable[..., Any] = partial(typer.Option, rich_help_panel="What is compared", show_default=False)
@@ -175,7 +174,7 @@ def bench(
         temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=output_len, ignore_eos=ignore_eos, seed=seed or 0
     )
     levels = levels_of(concurrency or (EMBEDDED_AT if target else ENDPOINTS_AT), request_rate)
-    chosen = choose_drafter(target, drafter) if target else None
+    chosen = choose_drafter(target, drafter, "with --drafter") if target else None
     workload = read_workload(dataset, task)
     where = out or Path(f"eyas-bench-{datetime.now():%Y%m%d-%H%M%S}.json")
     refuse((where.suffix != ".json", f"--out ends in .json, got {str(where)!r}."))
@@ -223,16 +222,6 @@ def read_workload(dataset: Path | None, tasks: Sequence[str] | None) -> Workload
     return workload
 
 
-def choose_drafter(target: str, asked: str | None) -> str:
-    from eyas.drafter.shipped import shipped_drafter
-
-    if asked is not None:
-        return asked
-    if shipped := shipped_drafter(target):
-        return str(shipped)
-    raise UsageError(f"no drafter comes with Eyas for {target}: name one with --drafter.")
-
-
 def embedded(
     target: str,
     drafter: str | None,
@@ -273,6 +262,8 @@ def servers(
 
 
 def run(benchmark: Benchmark) -> dict[str, Any]:
+    import asyncio
+
     try:
         with following() as report:
             return asyncio.run(benchmark.run(report))

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from eyas.target.smollm2 import Report
 
+INTERRUPTED = 130  # the exit code of what Ctrl-C ended
 # What could move the cursor, set colours or rename the window: models and checkpoints are not to be trusted with it.
 _CONTROL = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 

@@ -145,14 +145,15 @@ def read_prompts(llm: LLM, files: Sequence[Path] | None, tasks: Sequence[str] | 
     return prompts_of(llm, files, limit) if files else builtin_prompts(llm, tasks or (), limit)
 
 
-def choose_drafter(target: str, asked: str | None) -> str:
+def choose_drafter(target: str, asked: str | None, how: str = "behind it") -> str:
+    """The drafter asked for, else the one that comes with Eyas; ``how`` one is named where there is none."""
     from eyas.drafter.shipped import shipped_drafter
 
     if asked is not None:
         return asked
     if shipped := shipped_drafter(target):
         return str(shipped)
-    raise UsageError(f"no drafter comes with Eyas for {target}: name one behind it.")
+    raise UsageError(f"no drafter comes with Eyas for {target}: name one {how}.")
 
 
 def grid_of(steps: str, topk: str, draft_tokens: str) -> list[DraftShape]:
@@ -295,5 +296,6 @@ def as_table(title: str, cells: Cells) -> Table:
 
 
 def as_markdown(cells: Cells) -> str:
-    rule = ["---", *("---:" for _ in cells[0][1:])]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (cells[0], rule, *cells[1:]))
+    from eyas.bench.report import markdown_table
+
+    return markdown_table(cells)

@@ -11,11 +11,9 @@ import typer
 
 from eyas import __version__
 from eyas.cli import bench, check, convert, data, eval, launch, patch, plan, run, serve, train
-from eyas.cli.console import error_line
+from eyas.cli.console import INTERRUPTED, error_line
 from eyas.cli.options import Debug
 from eyas.core import EyasError
-
-INTERRUPTED = 130
 
 app = typer.Typer(
     name="eyas",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from eyas.cli.eval import Cells, as_markdown, as_table, counts
+from eyas.cli.eval import Cells, as_markdown, as_table, counts, grid_of
 from eyas.cli.options import OUTPUT, Debug, Json, refuse
 from eyas.core import DraftShape, UsageError
 
@@ -101,7 +101,7 @@ def plan(
         ),
     )
     machine = find_hardware(hardware)
-    shapes = shapes_of(steps, topk or ("1" if acceptance_length is not None else "1,2,4,8"), draft_tokens)
+    shapes = tuple(grid_of(steps, topk or ("1" if acceptance_length is not None else "1,2,4,8"), draft_tokens))
     question = Question(
         target=target,
         drafter=drafter,
@@ -122,16 +122,6 @@ def plan(
             print_json(record)
     else:
         show(found, markdown)
-
-
-def shapes_of(steps: str, topk: str, draft_tokens: str) -> tuple[DraftShape, ...]:
-    from eyas.speculation.cost import grid
-
-    named = {"--steps": steps, "--topk": topk, "--draft-tokens": draft_tokens}
-    shapes = grid(*(counts(flag, text) for flag, text in named.items()))
-    if not shapes:
-        raise UsageError("--steps, --topk and --draft-tokens leave no draft shape: --draft-tokens counts the root.")
-    return tuple(shapes)
 
 
 def rates_of(acceptance: str | None, length: float | None, shapes: tuple[DraftShape, ...]) -> AcceptanceRates | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from eyas.cli.console import clean, console, notice, quiet_libraries
+from eyas.cli.console import INTERRUPTED, clean, console, notice, quiet_libraries
 from eyas.cli.options import Debug, Json, spread
 from eyas.training.config import Flag, TrainConfig
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from eyas.training.plan import Plan
     from eyas.training.trainer import Evaluated, Progress, Report, TrainResult
 
-INTERRUPTED = 130
 LINE_EVERY = 30.0  # seconds between lines where there is no terminal
 RECORD_EVERY = 10  # updates between records of --json
 

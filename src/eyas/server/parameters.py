@@ -10,7 +10,10 @@ from eyas.server.errors import refused
 from eyas.server.protocol import ChatRequest, CompletionRequest, Shared
 
 OPEN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # what a target may have a default for
-SETTLED = ("min_tokens", "presence_penalty", "frequency_penalty", "logit_bias", "ignore_eos")
+SETTLED = (
+    *("min_tokens", "presence_penalty", "frequency_penalty", "logit_bias"),
+    *("ignore_eos", "stop", "stop_token_ids", "seed"),
+)
 COMPLETION_TOKENS = 16  # OpenAI's default
 
 
@@ -39,16 +42,8 @@ def sampling_params(
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
     else:
         max_tokens, logprobs = asked.max_tokens or COMPLETION_TOKENS, asked.logprobs
-    stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop)
     try:
-        made = SamplingParams(
-            **given,
-            max_tokens=max_tokens,
-            stop=stop,
-            stop_token_ids=tuple(asked.stop_token_ids),
-            logprobs=logprobs,
-            seed=asked.seed,  # type: ignore[arg-type]  # None draws one
-        )
+        made = SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs)
         check_bias(made, vocab_size)
     except UsageError as error:
         name = str(error).split()[0]

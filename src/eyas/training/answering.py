@@ -199,7 +199,7 @@ class EndpointAnswerer:
                 if reply.status_code not in AGAIN:
                     self.trouble = ""
                     return self._content(reply)
-                problem, wait = f"answers {reply.status_code}: {_reason(reply)}", reply.headers.get("retry-after")
+                problem, wait = f"answers {reply.status_code}: {reason(reply)}", reply.headers.get("retry-after")
             if attempt < self._retries:
                 self.trouble = f"waiting for {self._base}, which {problem}"
                 await asyncio.sleep(_pause(attempt, wait))
@@ -210,9 +210,9 @@ class EndpointAnswerer:
 
     def _content(self, reply: httpx.Response) -> dict[str, Any]:
         if reply.status_code in (401, 403):
-            raise DataError(f"{self._base} wants another key ({_reason(reply)}): set {KEY}.")
+            raise DataError(f"{self._base} wants another key ({reason(reply)}): set {KEY}.")
         if reply.is_error:
-            raise Refused(f"{reply.request.url} answers {reply.status_code}: {_reason(reply)}")
+            raise Refused(f"{reply.request.url} answers {reply.status_code}: {reason(reply)}")
         try:
             content = reply.json()
         except ValueError:
@@ -257,12 +257,16 @@ def _pause(attempt: int, asked: str | None) -> float:
     return min(wait, LONGEST_WAIT) * random.uniform(0.75, 1.25)
 
 
-def _reason(reply: httpx.Response) -> str:
+def reason(reply: httpx.Response) -> str:
+    """Why a server refused, in a line."""
     try:
-        content = reply.json()
-        found = content.get("error", content)
-        text = str(found.get("message", found) if isinstance(found, Mapping) else found)
-    except (ValueError, AttributeError):
+        text = message(reply.json())
+    except ValueError:
         text = reply.text
-    text = " ".join(text.split())
-    return text[:200] or reply.reason_phrase
+    return " ".join(text.split())[:200] or reply.reason_phrase
+
+
+def message(content: Any) -> str:
+    """Of an OpenAI error object, or whatever came in its place."""
+    found = content.get("error", content) if isinstance(content, Mapping) else content
+    return str(found.get("message", found) if isinstance(found, Mapping) else found)

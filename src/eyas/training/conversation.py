@@ -18,6 +18,16 @@ from eyas.training.dataset import DataError
 
 Messages = Sequence[Mapping[str, str]]
 
+
+def question(text: str) -> Messages:
+    return [{"role": "user", "content": text}]
+
+
+def up_to_the_last_question(messages: Messages) -> Messages:
+    last = max(n for n, message in enumerate(messages) if message["role"] == "user")
+    return list(messages[: last + 1])
+
+
 MARK = "\u27e6eyas\u27e7"  # stands for a message's text: nothing a template trims, escapes or looks for
 
 

@@ -12,6 +12,7 @@ from eyas.engine.llm import LLM
 from eyas.engine.stats import AcceptanceStats
 from eyas.target.adapter import HFTarget
 from eyas.training.acceptance import Answered, answer_all, interval, total
+from eyas.training.conversation import Messages, question, up_to_the_last_question
 from eyas.training.heldout import HELDOUT
 from eyas.training.recording import record
 from eyas.training.simulate import Simulated, simulate
@@ -20,7 +21,6 @@ from eyas.training.sources import read_conversations
 EVERYTHING = "all"  # the name of all tasks together
 
 Report = Callable[[str, float | None], None]
-Messages = Sequence[Mapping[str, str]]
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def builtin_prompts(llm: LLM, tasks: Sequence[str] = (), limit: int | None = Non
         if task not in HELDOUT:
             raise UsageError(f"There are no built-in prompts for {task!r}: choose from {', '.join(HELDOUT)}.")
     chosen = {task: HELDOUT[task][:limit] for task in tasks or HELDOUT}
-    return _encoded(llm, {task: [_question(text) for text in texts] for task, texts in chosen.items()})
+    return _encoded(llm, {task: [question(text) for text in texts] for task, texts in chosen.items()})
 
 
 def prompts_of(llm: LLM, files: Sequence[Path], limit: int | None = None) -> Prompts:
@@ -138,7 +138,7 @@ def prompts_of(llm: LLM, files: Sequence[Path], limit: int | None = None) -> Pro
             if conversation.problem:
                 left_out[conversation.problem] = left_out.get(conversation.problem, 0) + 1
             elif limit is None or len(found) < limit:
-                found.append(_up_to_the_last_question(conversation.messages))
+                found.append(up_to_the_last_question(conversation.messages))
     return _encoded(llm, by_task, left_out)
 
 
@@ -164,12 +164,3 @@ def encode(llm: LLM, messages: Messages) -> list[int]:
     if len(messages) == 1 and not getattr(llm.tokenizer, "chat_template", None):
         return llm.encode(messages[0]["content"])[0]
     return llm.encode(messages)[0]
-
-
-def _question(text: str) -> Messages:
-    return [{"role": "user", "content": text}]
-
-
-def _up_to_the_last_question(messages: Messages) -> Messages:
-    last = max(n for n, message in enumerate(messages) if message["role"] == "user")
-    return list(messages[: last + 1])
