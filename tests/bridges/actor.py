@@ -83,6 +83,7 @@ VLLM_DIES = "\n".join(
 )
 STOPS = (signal.SIGINT, signal.SIGTERM)
 STOPPED = threading.Event()
+WORKERS: list[subprocess.Popen] = []
 DIES = {"sglang": SGLANG_DIES, "vllm": VLLM_DIES}
 
 
@@ -126,6 +127,19 @@ def family() -> None:
     for number, handler in zip(STOPS, before, strict=True):
         signal.signal(number, handler)
     record(pids)
+
+
+def work() -> None:
+    """A child without handlers, which finishing takes."""
+    WORKERS.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"]))
+
+
+def finish() -> None:
+    time.sleep(0.3)
+    if any(worker.poll() is not None for worker in WORKERS):
+        sys.exit(5)
+    for worker in WORKERS:
+        worker.kill()
 
 
 def record(pids: list[int]) -> None:
@@ -179,6 +193,7 @@ ACTS = {
     "proves": prove,
     "environment": tell,
     "family": family,
+    "workers": work,
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "unknown": lambda: 1 / 0,
     "dies": lambda: die(1),
@@ -205,6 +220,7 @@ def main(acts: list[str]) -> None:
     for act in acts:
         ACTS[act]()
     STOPPED.wait(99)
+    finish()
     say("[shutdown] as asked")
 
 

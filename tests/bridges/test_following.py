@@ -176,6 +176,12 @@ def test_a_family_is_ended(server, tmp_path):
     assert all(any(left.startswith(f"{pid} (") for left in ended.left) for pid in pids[1:])
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_who_is_told_to_end_finishes_with_its_workers(server, number):
+    _, ended = run(server("workers listens ready"), itself(number))
+    assert (ended.code, ended.failed, ended.left) == (0, False, ())
+
+
 def test_a_family_that_lost_its_head(server):
     _, ended = run(server("family killed"))
     assert ended.code == -signal.SIGKILL and len(ended.left) == 3

@@ -109,6 +109,7 @@ def test_every_spelling_of_vllms_config(given):
         (vllm, ["--speculative-config", "3"], "not a JSON object; quote it"),
         (vllm, ["--spec-tokens"], "--spec-tokens needs a value"),
         (sglang, ["--model-path", "x"], "--model-path is what TARGET says"),
+        (sglang, ["--speculative-draft-model", "x"], "--speculative-draft-model is what --drafter says"),
         (sglang, ["--speculative-draft-model-path=x"], "--speculative-draft-model-path is what --drafter says"),
         (sglang, ["--speculative-algorithm", "NGRAM"], "is for --speculative-algorithm EAGLE3"),
     ],
@@ -241,13 +242,15 @@ def test_a_pair_that_does_not_fit(ask):
 # The plugin
 
 
-def test_a_wrapper_is_completed(ask):
+def test_a_wrapper_is_completed(ask, monkeypatch):
     found = ask(target=WRAPPED)
     assert {re.search(r"has no (\w+)", p.evidence)[1] for p in found.supplied} == {
         "set_eagle3_layers_to_capture",
         "get_embed_and_head",
     }
     assert found.variables["EYAS_PLUGIN"] == "WrapperForConditionalGeneration"
+    monkeypatch.setenv("EYAS_PLUGIN", "LlamaForCausalLM")  # left from another launch: this target is asked for too
+    assert ask(target=WRAPPED).variables["EYAS_PLUGIN"] == "LlamaForCausalLM,WrapperForConditionalGeneration"
     with pytest.raises(DoesNotFitError, match="2 problems"):
         ask(target=WRAPPED, plugin=False)
     assert not [name for name in ask(plugin=False).variables if name.startswith(("EYAS", "SGLANG", "PYTHONPATH"))]
@@ -341,7 +344,7 @@ def test_marks_of_launches_that_are_gone(ask, cache):
 
 def ended(code: int, ready: bool = False, asked: int | None = None, traceback: str = "", **more: Any) -> Ended:
     hung = more.get("hung", False)
-    return Ended(code, 1.0, ready, asked, hung, hung, traceback, more.get("tail", ()), ())
+    return Ended(code, 1.0, ready, asked, more.get("failing", hung), hung, traceback, more.get("tail", ()), ())
 
 
 @pytest.mark.parametrize(
@@ -368,6 +371,10 @@ def test_exit_codes(end, code):
 def test_explanations(ask):
     found = ask()
     assert "memory is full" in explain(found, ended(-9)).what
+    harmless = "ModuleNotFoundError: No module named 'flash_attn'"  # logged at the start, long before
+    assert "memory is full" in explain(found, ended(-9, traceback=harmless)).what
+    own = ended(-9, traceback="AttributeError: 'W' object has no attribute 'get_embed_and_head'", failing=True)
+    assert "does not pass get_embed_and_head on" in explain(found, own).what  # SGLang kills itself when it fails
     assert "SIGSEGV, a crash in compiled code" in explain(found, ended(-11)).what
     assert "SIGUSR1" in explain(found, ended(-signal.SIGUSR1)).what
     known = explain(found, ended(1, traceback="AttributeError: 'W' object has no attribute 'get_embed_and_head'"))

@@ -326,8 +326,16 @@ class Server:
             self._send(signal.SIGKILL if again else number)
 
     def _send(self, number: int) -> None:
+        """Ctrl-C and kills to all of its processes, as from a terminal; to end politely is told to the first alone.
+
+        It finishes what it has begun with the others' help; SGLang's schedulers have no handler of their own.
+        """
+        assert self._process is not None
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGTERM if number == signal.SIGHUP else number)
+            if number in (signal.SIGTERM, signal.SIGHUP):
+                self._process.send_signal(signal.SIGTERM)
+            else:
+                os.killpg(self.pid, number)
 
     def _left(self) -> list[psutil.Process]:
         """What runs of the engine. Those that ended and have nobody else are reaped on the way."""

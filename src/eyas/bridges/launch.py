@@ -179,7 +179,8 @@ def plan(asked: Asked, environment: Mapping[str, str] | None = None) -> Plan:
     if asked.plugin:
         found = replace(
             found,
-            plugin_asks=environment.get(plugin.ASKED) or target.architecture or "auto",
+            plugin_asks=",".join(dict.fromkeys(filter(None, (environment.get(plugin.ASKED), target.architecture))))
+            or "auto",
             plugin_path=None if has_plugin else plugin.place(),
             markers=cache_folder() / "launches" / f"{os.getpid()}-{time.time_ns()}",
         )
@@ -326,6 +327,8 @@ def forget(plan: Plan) -> None:
 
 def explain(plan: Plan, ended: Ended) -> Diagnosis:
     """Why it failed, and what to do."""
+    if ended.code == -signal.SIGKILL and not (ended.failing or ended.hung):
+        return _by_signal(signal.SIGKILL)  # whatever tracebacks it had shown before, it was not these that ended it
     texts = (ended.traceback, "\n".join(ended.tail))
     if found := diagnose((*_engine(plan.asked).KNOWN, *COMMON), texts):
         return found

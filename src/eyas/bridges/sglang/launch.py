@@ -85,8 +85,9 @@ KNOWN = (
 def arguments(target: Path, drafter: Path, given: Sequence[str]) -> tuple[list[str], list[str]]:
     """The module to run, and its flags. What SGLang chooses itself is left to it."""
     names = {part.partition("=")[0].lstrip("-").replace("_", "-") for part in given if part.startswith("--")}
-    for name, ours in (("model-path", "TARGET"), ("model", "TARGET"), ("speculative-draft-model-path", "--drafter")):
+    for name in ("model-path", "model", "speculative-draft-model-path", "speculative-draft-model"):
         if name in names:
+            ours = "--drafter" if "draft" in name else "TARGET"
             raise UsageError(f"--{name} is what {ours} says to eyas launch; give it once")
     flags = ["--model-path", str(target)]
     if "speculative-algorithm" not in names:
