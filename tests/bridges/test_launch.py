@@ -253,6 +253,9 @@ def test_a_wrapper_is_completed(ask, monkeypatch):
     assert ask(target=WRAPPED).variables["EYAS_PLUGIN"] == "LlamaForCausalLM,WrapperForConditionalGeneration"
     with pytest.raises(DoesNotFitError, match="2 problems"):
         ask(target=WRAPPED, plugin=False)
+    with pytest.raises(DoesNotFitError):  # converting the drafter gives the wrapper nothing
+        ask(target=WRAPPED, plugin=False, dialect="vllm")
+    assert ask(target=WRAPPED, dialect="vllm").conversion
     assert not [name for name in ask(plugin=False).variables if name.startswith(("EYAS", "SGLANG", "PYTHONPATH"))]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -250,17 +249,17 @@ def _fit(plan: Plan, drafter: Path) -> Report:
 
 
 def _supplied(asked: Asked, report: Report) -> list[Problem]:
-    """The problems that the check itself says this verb takes care of, and those that go with them."""
+    """The problems that the plugin takes care of."""
     bad = [p for p in report.problems if p.severity in ("fails", "silent")] if asked.plugin else []
-    found = [problem for problem in bad if "eyas launch" in problem.fix]
-    return found + [p for p in bad if found and p not in found and re.search(_engine(asked).GOES_WITH_IT, p.evidence)]
+    cured = [problem for problem in bad if problem.plugin == "cures"]
+    return cured + [problem for problem in bad if cured and problem.plugin == "completes"]
 
 
 def _conversion(plan: Plan, drafter: Path, report: Report, wrong: Sequence[Problem]) -> Conversion:
-    """Raises DoesNotFitError where the drafter is in the engine's dialect already."""
+    """Raises DoesNotFitError where it would not help: the drafter has the engine's dialect, or is not at fault."""
     checkpoint = Checkpoint.open(drafter)
     dialects = (read(checkpoint).dialect, _engine(plan.asked).DIALECT)
-    if dialects[0] == dialects[1]:
+    if dialects[0] == dialects[1] or any(problem.plugin for problem in wrong):
         raise DoesNotFitError(report, wrong)
     files = sorted({tensor.file for tensor in checkpoint.tensors.values()})
     facts = [__version__, str(plan.target), str(checkpoint.path), json.dumps(checkpoint.config, sort_keys=True)]

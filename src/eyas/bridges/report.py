@@ -18,6 +18,8 @@ class Problem:
     consequence: str
     fix: str = ""
     issue: str = ""  # the public report
+    # What eyas-plugin does about it: it cures this, or does so too for a target of which it cures something else.
+    plugin: Literal["", "cures", "completes"] = ""
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,7 @@ def missing_methods(case: Case, ref: ClassRef, asked: list[Call], wrapped: Wrapp
             + (f"; {reason}" if undecided else ""),
             f"dies {first_stages(places)}: AttributeError",
             remedy(case.source.name, wrapped, undecided),
+            plugin="cures" if wrapped.kind == "delegate" else "",
         )
 
 

@@ -15,7 +15,6 @@ from eyas.core import UsageError
 DIALECT = "sglang"
 PORT = 30000  # by default
 UNFOLLOWED = ("grpc_mode", "smg_grpc_mode", "encoder_only")  # these have no health endpoint
-GOES_WITH_IT = "$^"  # nothing: what the plugin supplies, the check calls by name
 _HEADER = re.compile(r"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(\.\d+)?(?P<process>[^\]]*)\] ")
 _STAGES = (
     (r"Capturing batches|Capture .*(graph|compile).* begin", "capturing graphs"),

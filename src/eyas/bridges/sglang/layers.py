@@ -138,4 +138,5 @@ def _graphs(case: Case, captures: list[tuple[Call, Capture]], flags: dict[str, A
         "decoding feeds the drafter other states than prefill did: less acceptance, without a word in the log",
         "start it with eyas launch, whose plugin repairs this; or use --disable-cuda-graph; or a newer SGLang",
         _KNOWN_BUG,
+        plugin="cures",
     )

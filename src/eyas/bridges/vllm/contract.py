@@ -113,6 +113,7 @@ def runner_problems(case: Case, runner: Runner, target: Instance, config: Record
             f"{raised.kind}: {raised.message}",
             "dies after target and drafter are loaded",
             passes if inside.kind == "delegate" else f"{inside.reason}: a newer vllm, another engine, or Eyas itself",
+            plugin="cures" if inside.kind == "delegate" else "",
         )
         return
     captured = [a for a in run.assigned if a.name == "aux_hidden_state_layers"]
@@ -151,6 +152,7 @@ def image_problems(case: Case, target: Instance) -> Iterator[Problem]:
                 "dies after both are loaded: AttributeError (with the V1 model runner)",
                 f"--hf-overrides '{{\"{key}\": ...}}' with the id of the image token",
                 "https://github.com/vllm-project/vllm/issues/48700",
+                plugin="completes" if key == "image_token_index" else "",
             )
 
 

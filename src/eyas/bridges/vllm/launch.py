@@ -16,7 +16,6 @@ from eyas.core import UsageError
 DIALECT = "vllm"
 PORT = 8000  # by default
 UNFOLLOWED = ("headless", "grpc", "uds", "data_parallel_multi_port_external_lb")  # these have no health endpoint
-GOES_WITH_IT = "reads image_token_index of the target's config"  # the plugin names it for a wrapper that it completes
 DRAFT_TOKENS = 3  # vLLM has no default
 _HEADER = re.compile(
     r"^(\((?P<process>[^()]+ pid=\d+)\) ?)?"
