@@ -28,6 +28,7 @@ from eyas.bridges.vllm import launch as vllm
 from eyas.core import EyasError
 
 ENGINES = {"sglang": sglang, "vllm": vllm}
+SCRIPTS = {"sglang": "launch_server.py", "vllm": "main.py"}
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +43,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def server(tmp_path: Path) -> Callable[..., Server]:
     def make(acts: str, engine: str = "vllm", log: Any = None, flags: dict[str, Any] | None = None) -> Server:
-        script = tmp_path / ("launch_server.py" if engine == "sglang" else "main.py")
+        script = tmp_path / SCRIPTS[engine]
         script.write_text(Path(actor.__file__).read_text())
         port = free_port()
         environment = {**os.environ, "ACT": acts, "PIDS": str(tmp_path)}
@@ -59,7 +60,11 @@ def no_orphans(tmp_path: Path) -> Iterator[None]:
     yield
     recorded = json.loads((tmp_path / "pids").read_text()) if (tmp_path / "pids").exists() else []
     assert not [pid for pid in recorded if alive(pid)]
-    assert not [child for child in psutil.Process().children(recursive=True) if "main.py" in " ".join(child.cmdline())]
+    assert not [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if any(name in " ".join(child.cmdline()) for name in SCRIPTS.values())
+    ]
 
 
 def alive(pid: int) -> bool:

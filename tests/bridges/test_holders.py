@@ -23,7 +23,7 @@ def test_a_free_port():
     check_port(Address("127.0.0.1", free_port()), "")
 
 
-@pytest.mark.parametrize("bound", ["", "0.0.0.0", "127.0.0.1"])
+@pytest.mark.parametrize("bound", ["", "0.0.0.0", "127.0.0.1", "localhost"])
 def test_a_port_that_is_held(bound):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -9,7 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -193,11 +193,10 @@ def test_engines_elsewhere(tmp_path, ask):
 def test_an_engine_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(engine(tmp_path / "engine", "sglang")))
     asked = Asked("vllm", str(pairs.target(tmp_path / "model")), pairs.drafter(tmp_path / "d", "vllm"))
-    if subprocess.run(
-        [sys.executable, "-c", "import importlib.util as u; exit(u.find_spec('vllm') is None)"]
-    ).returncode:
-        with pytest.raises(UsageError, match="has no vllm; --engine-python names the Python"):
-            plan(asked)
+    if find_spec("vllm"):
+        pytest.skip("vLLM is installed here")
+    with pytest.raises(UsageError, match="has no vllm; --engine-python names the Python"):
+        plan(asked)
 
 
 # The drafter's dialect
@@ -266,11 +265,12 @@ def test_the_plugin_is_found_where_it_is_put(ask, monkeypatch):
     environment = {**found.environment, **found.variables, "PYTHONPATH": str(found.plugin_path)}
     ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert ran.stdout.split()[:2] == ["eyas_plugin.entry"] * 2
-    assert {e.name for e in entry_points(group="vllm.general_plugins")} <= {"eyas"}  # not in this process
     code = "import eyas_plugin.external as e, pkgutil as p; print([m.name for m in p.iter_modules(e.__path__)])"
     ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "['activate']"
-    assert prepare(ask()).plugin_path == found.plugin_path  # laid out once
+    laid_out = found.plugin_path.stat()
+    again = prepare(ask()).plugin_path
+    assert again == found.plugin_path and again.stat() == laid_out  # once
 
 
 def test_entry_points_are_those_of_the_distribution():
@@ -319,9 +319,10 @@ def test_what_the_plugin_says(tmp_path):
         False, "the plugin ran in 1 process, none of which looked up W; so this is not put right: W lacks x"
     )
     given = {"added": ["x", "y"], "repaired": []}
-    assert mark(2, classes={"W": given}) == plugin.Said(True, "the plugin gave W x, y")
+    looked = "the plugin gave W x, y; it ran in no process that made a W; so this is not put right: W lacks x"
+    assert mark(2, classes={"W": given}) == plugin.Said(False, looked)
     said = mark(3, classes={"W": given | {"through": "language_model: L"}})
-    assert said.text == "the plugin gave W x, y, passed on to language_model: L"
+    assert said.proved and said.text == "the plugin gave W x, y, passed on to language_model: L"
     assert mark(4, classes={"W": given}).text == said.text  # a process that only looked
     assert mark(5, refused="eyas-plugin: W cannot be") == plugin.Said(False, "eyas-plugin: W cannot be")
     nothing = {"added": [], "repaired": []}

@@ -44,7 +44,8 @@ def check_port(address: Address, bound: str) -> None:
     listening = [
         c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr[1] == address.port
     ]
-    pids = {c.pid for c in listening if bound in _EVERYWHERE or c.laddr[0] in (*_EVERYWHERE, bound, address.host)}
+    same = {*_EVERYWHERE, bound, address.host, *_resolved(bound)}
+    pids = {c.pid for c in listening if bound in _EVERYWHERE or c.laddr[0] in same}
     if pids:
         found = [holder(pid) for pid in sorted(pids, key=lambda pid: pid or 0)]
         raise EyasError(
@@ -59,6 +60,14 @@ def check_port(address: Address, bound: str) -> None:
         raise EyasError(
             f"nobody can listen at {bound or 'port'} {address.port}: {error}; take another --port"
         ) from error
+
+
+def _resolved(name: str) -> set[str]:
+    """The addresses of a name such as localhost; what is no name shows when it is listened at."""
+    try:
+        return {str(found[4][0]) for found in socket.getaddrinfo(name or None, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return set()
 
 
 @dataclass(frozen=True)

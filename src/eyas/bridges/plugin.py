@@ -77,7 +77,10 @@ def said(markers: Path, asked: str, supplied: Sequence[str]) -> Said:
     if not classes:
         processes = f"{len(marks)} process{'' if len(marks) == 1 else 'es'}"
         return Said(False, f"the plugin ran in {processes}, none of which looked up {asked}{lost}")
-    return Said(True, "; ".join(_did(name, done) for name, done in classes.items()))
+    told = "; ".join(_did(name, done) for name, done in classes.items())
+    if unmade := [name for name, done in classes.items() if done["added"] and "through" not in done]:
+        return Said(False, f"{told}; it ran in no process that made a {unmade[0]}{lost}")
+    return Said(True, told)
 
 
 def _did(name: str, done: Mapping[str, Any]) -> str:

@@ -92,7 +92,7 @@ def _fit(
 
     if engine is None and engine_path is None:
         raise UsageError("name the engine that is to run the pair: --engine sglang, vllm or local")
-    source = None if engine == "local" else _source(engine, engine_path)
+    source = None if engine == "local" else open_source(engine, engine_path)
     report = check_pair(target, drafter, source, read_flags(arguments))
     if as_json:
         from eyas.cli.records import print_json
@@ -110,7 +110,7 @@ def _matrix(path: str | None, engine: str | None, engine_path: Path | None, as_j
 
     if path or engine == "local" or (engine is None and engine_path is None):
         raise UsageError("--matrix is about an engine alone: eyas check --matrix --engine-path PATH")
-    source = _source(engine, engine_path)
+    source = open_source(engine, engine_path)
     rows = matrix(source)
     if as_json:
         from eyas.cli.records import print_json
@@ -120,7 +120,7 @@ def _matrix(path: str | None, engine: str | None, engine_path: Path | None, as_j
         show_matrix(source, rows)
 
 
-def _source(engine: str | None, engine_path: Path | None) -> EngineSource:
+def open_source(engine: str | None, engine_path: Path | None) -> EngineSource:
     from eyas.bridges.code.source import engine_at, open_engine
 
     return open_engine(engine, engine_path) if engine else engine_at(engine_path or "")

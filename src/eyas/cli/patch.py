@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from eyas.cli.check import open_source
 from eyas.cli.options import Debug, Json
 from eyas.core import EyasError, UsageError
 
@@ -49,8 +50,6 @@ def patch(
 
     eyas patch --revert --engine sglang
     """
-    from eyas.bridges.code.source import engine_at, open_engine
-
     if engine is None and engine_path is None:
         raise UsageError("name the engine to patch: --engine sglang or vllm, or --engine-path")
     if undo == (target is not None):
@@ -59,7 +58,7 @@ def patch(
         raise UsageError("--revert restores what was patched; --drafter and --yes say nothing about it")
     if as_json and not (yes or undo):
         raise UsageError("--json cannot ask; add --yes")
-    source = open_engine(engine, engine_path) if engine else engine_at(engine_path or "")
+    source = open_source(engine, engine_path)
     if undo:
         _revert(source, as_json)
     else:
