@@ -1,5 +1,13 @@
+import gc
+
 import pytest
 import torch
+
+
+def pytest_collection_finish():
+    """What is imported by now stays: tests that collect garbage need not look through it, a second each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import zoo
+from target.elsewhere import ask
 
 from eyas.target import attention, tuning
 
@@ -202,58 +202,65 @@ def test_few_rows_of_a_tuned_model_come_here(count: int, few: bool, monkeypatch:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-def elsewhere(code: str, **environment: str) -> str:
-    """What a process of its own prints."""
-    run = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
-    )
-    assert run.returncode == 0, run.stderr
-    assert not run.stderr
-    return run.stdout.strip()
+# Where it is built. Each time in a process of its own, for a library is loaded once; the processes come from a server
+# that has imported PyTorch, which takes longer than all the rest.
+
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["eyas.target.attention"])
 
 
-ASK = "from eyas.target import attention; print(attention.prepare())"
+def elsewhere(umask: int | None = None, **environment: str) -> str:
+    """What ``prepare`` says in a process of its own."""
+    said, says = PROCESSES.Pipe(duplex=False)
+    process = PROCESSES.Process(target=ask, args=(says, umask, environment))
+    process.start()
+    says.close()
+    assert said.poll(120)
+    answer = said.recv()
+    process.join(10)
+    assert process.exitcode == 0
+    return answer
 
 
 def test_without_a_compiler_it_says_so(tmp_path: Path) -> None:
     fresh = {"EYAS_CACHE": str(tmp_path)}
-    assert "there is none of g++" in elsewhere(ASK, PATH=str(tmp_path), CXX="", **fresh)
-    assert "$CXX names none: no-such-compiler" in elsewhere(ASK, CXX="no-such-compiler -O1", **fresh)
+    assert "there is none of g++" in elsewhere(PATH=str(tmp_path), CXX="", **fresh)
+    assert "$CXX names none: no-such-compiler" in elsewhere(CXX="no-such-compiler -O1", **fresh)
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\necho error: no space >&2; exit 3\n")
     broken.chmod(0o700)
-    assert "does not compile" in elsewhere(ASK, CXX=str(broken), **fresh)
+    assert "does not compile" in elsewhere(CXX=str(broken), **fresh)
     wrong = tmp_path / "wrong"  # links something else
     wrong.write_text("#!/bin/sh\nfor last; do :; done; echo nothing > $last\n")
     wrong.chmod(0o700)
-    assert "cannot be loaded" in elsewhere(ASK, CXX=str(wrong), **fresh)
+    assert "cannot be loaded" in elsewhere(CXX=str(wrong), **fresh)
     assert not list((tmp_path / "kernels").glob("attention-*"))  # what is wrong is not kept
 
 
 def test_it_is_built_once_and_not_taken_from_others(tmp_path: Path) -> None:
     fresh = {"EYAS_CACHE": str(tmp_path)}
-    assert elsewhere(ASK, **fresh) == "None"
+    assert elsewhere(**fresh) == "None"
     (library,) = (tmp_path / "kernels").glob("attention-*/a.so")
     before = library.stat().st_mtime_ns
-    assert elsewhere(ASK, **fresh) == "None"
+    assert elsewhere(**fresh) == "None"
     assert library.stat().st_mtime_ns == before
-    assert elsewhere(ASK, PATH=str(tmp_path), CXX="", **fresh) == "None"  # it takes a compiler once
+    assert elsewhere(PATH=str(tmp_path), CXX="", **fresh) == "None"  # it takes a compiler once
     library.chmod(0o666)
-    assert "is not this user's alone" in elsewhere(ASK, **fresh)
+    assert "is not this user's alone" in elsewhere(**fresh)
 
 
 def test_a_damaged_one_is_built_anew(tmp_path: Path) -> None:
     fresh = {"EYAS_CACHE": str(tmp_path)}
-    assert elsewhere(ASK, **fresh) == "None"
+    assert elsewhere(**fresh) == "None"
     (library,) = (tmp_path / "kernels").glob("attention-*/a.so")
     whole = library.read_bytes()
     for damage in (lambda: os.truncate(library, 4096), library.unlink, lambda: library.write_bytes(b"no library")):
         damage()
-        assert elsewhere(ASK, **fresh) == "None"
+        assert elsewhere(**fresh) == "None"
         assert len(library.read_bytes()) == len(whole)
 
 
 @pytest.mark.parametrize("mask", [0o002, 0o077])
 def test_whatever_the_umask_its_own_is_taken(mask: int, tmp_path: Path) -> None:
     for _ in range(2):
-        assert elsewhere(f"import os; os.umask({mask}); {ASK}", EYAS_CACHE=str(tmp_path / "cache")) == "None"
+        assert elsewhere(mask, EYAS_CACHE=str(tmp_path / "cache")) == "None"
