@@ -12,7 +12,7 @@ from eyas.bench.agreement import agreement
 from eyas.bench.benchmark import Benchmark
 from eyas.bench.facts import Facts
 from eyas.bench.pairing import Plan
-from eyas.bench.passes import Answer, Level, Name, Pair, Pass, rounded
+from eyas.bench.passes import Answer, Level, Name, Pair, Pass
 from eyas.bench.workload import Prompt, Workload
 from eyas.bridges.metrics import Speculation
 from eyas.core import DraftShape, SamplingParams
@@ -31,8 +31,7 @@ def answer(
         "prompt_tokens": 9,
         "finish": "length",
     }
-    made = Answer(key, first=first, total=total, gaps=(seconds,) * (tokens - 1), tokens=tokens, **given | more)
-    return rounded(made)
+    return Answer(key, first=first, total=total, gaps=(seconds,) * (tokens - 1), tokens=tokens, **given | more)
 
 
 def one_pass(side: Name, level: Level, task: str, turn: int, seconds: float, count: int = 4, **more: Any) -> Pass:

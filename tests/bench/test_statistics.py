@@ -49,6 +49,28 @@ def test_drift_does_not_fool_it():
     assert np.mean([one.middle for one in found]) == pytest.approx(1.1, rel=0.003)
 
 
+def blocks(random: np.random.Generator, count: int, *, anew: bool, launch: float = 0.05):
+    """Log speeds of blocks, each a launch of both sides. Not ``anew``: who ends a block begins the next without one."""
+    sides = {name: random.normal(0, launch, count) for name in ("with", "without")}
+    if not anew:
+        for n in range(1, count):
+            kept = "with" if n % 2 else "without"
+            sides[kept][n] = sides[kept][n - 1]
+    return tuple(np.exp(math.log(effect) + sides[name]) for name, effect in (("with", 1.1), ("without", 1.0)))
+
+
+def test_blocks_are_launches_of_their_own():
+    """What differs from launch to launch is in the interval only where no launch serves two blocks."""
+    random = np.random.default_rng(3)
+    covered = {
+        anew: np.mean(
+            [one.low <= 1.1 <= one.high for one in (speedup(*blocks(random, 6, anew=anew)) for _ in range(400))]
+        )
+        for anew in (True, False)
+    }
+    assert covered[True] >= 0.928 and covered[False] < 0.9
+
+
 def test_with_drift_whoever_is_always_first_would_win():
     """The same without taking turns, to see that the test above tests something."""
     steps = np.exp(-0.02 * np.arange(20))

@@ -81,7 +81,8 @@ def test_results_are_shown_again(eyas, tmp_path):
     file = saved(tmp_path / "r.json", [1.5, 1.2], tasks=("chat", "code"))
     ran = eyas("bench", "--show", file, "--report")
     assert ran.code == 0 and ran.out.startswith("PAYS\nSpeculation pays at every concurrency measured: 1.")
-    for words in ("break-even concurrency: above 8", "answers (100.0%) are the same on both sides", "per token ms"):
+    same = "answers (100.0%) are the same on both sides"
+    for words in ("break-even concurrency: above 8", same, "Latency in ms, p50"):
         assert words in ran.out
     assert max(map(len, ran.out.splitlines()[2:12])) <= 110 and (tmp_path / "r.html").exists()
     assert eyas("bench", "--show", saved(tmp_path / "s.json", [1.5, 0.8])).code == 4
@@ -132,6 +133,12 @@ def test_refused_and_failed(eyas, tmp_path):
         (("--without", "a", "--with", "b", "--format", "xml"), "--format is text, md or json"),
         (("--without", "a", "--with", "b", "--resume", "--out", "none.json"), "nothing to resume: none.jsonl does not"),
         (("./nothing",), "no drafter comes with Eyas for ./nothing: name one with --drafter"),
+        (("m", "--", "--tp", "2"), "are for --engine vllm or sglang"),
+        (("--engine", "vllm", "--", "--tp", "2"), "launches a TARGET: name it"),
+        (("m", "--engine", "vllm", "--drafter", "d", "--dtype", "float32"), "its own stand behind --"),
+        (("m", "--engine", "vllm", "--drafter", "d", "--without", "http://a"), "excludes servers"),
+        (("m", "--engine", "sglang", "--drafter", "untrained"), "needs a drafter of files"),
+        (("m", "--drafter", "d", "--one-at-a-time"), "are for --engine"),
         (("m", "--drafter", "d", "--speculation", "off"), "leaves nothing to compare"),
     ],
 )

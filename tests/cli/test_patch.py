@@ -44,6 +44,32 @@ def test_patched_checked_and_restored(eyas, engine, model, tmp_path):
     eyas("patch", "--revert", "--engine-path", engine).failed(2, "is not patched: there is nothing to revert")
 
 
+def test_behind_an_upgrade(eyas, engine, model):
+    file = engine / "sglang/srt/models/wrapper.py"
+    before = file.read_bytes()
+    for arguments in ([model, "--engine-path", engine, "--yes"], ["--revert", "--engine-path", engine]):
+        assert eyas("patch", model, "--engine-path", engine, "--yes").code == 0
+        file.write_bytes(before + b"\n# of the next version\n")
+        ran = eyas("patch", *arguments)
+        assert ran.code == 0 and f"{file} is no longer the file that was patched" in " ".join(ran.err.split())
+        if "--revert" in arguments:
+            assert file.read_bytes() == before + b"\n# of the next version\n" and not ran.out
+        else:
+            assert (
+                b"get_embed_and_head" in file.read_bytes()
+                and eyas("patch", "--revert", "--engine-path", engine).code == 0
+            )
+        file.write_bytes(before)
+    assert [p.name for p in file.parent.glob("wrapper*")] == ["wrapper.py"]
+
+
+def test_a_drafter_that_does_not_fit_behind_the_patch(eyas, engine, model, tmp_path):
+    drafter = pairs.drafter(tmp_path / "drafter", "sglang", draft_vocab_size=...)
+    ran = eyas("patch", model, "--engine-path", engine, "--drafter", drafter, "--yes")
+    assert ran.code == 1 and "patched and checked" in ran.out and "fits  no" in ran.out
+    assert b"get_embed_and_head" in (engine / "sglang/srt/models/wrapper.py").read_bytes()  # the engine is as asked for
+
+
 def test_as_json(eyas, engine, model):
     (found,) = eyas("patch", model, "--engine-path", engine, "--yes", "--json").records
     (changed,) = found["patched"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,10 @@ from eyas.bench.verdict import differences_of, refusals
 from eyas.bench.workload import Workload
 
 FORMAT = 1
+BLOCKS = (
+    "one side ran at a time, in blocks: each round is a launch of its own of both, so intervals hold what differs from "
+    "launch to launch, and drift within a round"
+)
 
 
 @dataclass(frozen=True)
@@ -44,9 +48,11 @@ class Benchmark:
     async def run(self, report: Report = lambda news: None) -> dict[str, Any]:
         """The results, which are in ``out`` as well. Raises BenchError where there is nothing to judge."""
         check(self.journal, self.resume)
-        try:
+        async with AsyncExitStack() as sides:
+            for name in SIDES:  # the last one that started ends first
+                sides.push_async_callback(self.sides[name].close)
             report("asking both sides what they are")
-            facts = await pairing.start(self.sides)
+            facts = await pairing.start(self.sides, report)
             if found := refusals(facts["without"], facts["with"], self.plan.levels):
                 raise BenchError("This would show nothing about speculation. " + " ".join(found))
             report("looking for prompts that are too long")
@@ -55,9 +61,6 @@ class Benchmark:
             pairs = await pairing.measure(self.sides, workload, self.plan, journal, report)
             report("comparing the answers")
             agreed = await self._agreement(pairs, workload)
-        finally:
-            for name in SIDES:
-                await self.sides[name].close()
         made = replace(self, workload=workload)._results(facts, pairs, agreed, journal.interrupted)
         write(self.out, json.dumps(made, indent=1) + "\n")
         return made
@@ -103,7 +106,12 @@ class Benchmark:
             "repaid": results.repaid(self.training_seconds, rows) if self.training_seconds else None,
             "training_seconds": self.training_seconds,
             "samples": results.samples(pairs),
-            "notes": [*self.workload.notes, *differences_of(facts), *results.notes_of(pairs)],
+            "notes": [
+                *([BLOCKS] if plan.blocks else []),
+                *self.workload.notes,
+                *differences_of(facts),
+                *results.notes_of(pairs),
+            ],
             "sides": {name: facts[name].as_record() for name in SIDES},
             "settings": {**plan.as_record(), "prompts": self.workload.source, "tasks": list(self.workload.prompts)},
             "interrupted_answers": interrupted,

@@ -242,7 +242,8 @@ def _client(root: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(
         headers={"Authorization": f"Bearer {key}"} if key else {},
         timeout=httpx.Timeout(SILENCE, connect=10.0),
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),  # the load decides how many
+        # The load decides how many; and servers of uvicorn's close idle ones after 5 seconds, just when they are used.
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0),
         trust_env=not local(root),  # no proxy on the way to oneself
     )
 

@@ -1,14 +1,13 @@
-"""What was measured so far, a line for each pass: whatever kills a benchmark costs the pair of passes in the making."""
+"""What was measured so far, a line for each of it: whatever kills a benchmark costs what is in the making."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from eyas.bench.passes import BenchError, Level, Name, Pair, Pass, rounded
+from eyas.bench.passes import BenchError, Level, Name, Pair, Pass
 from eyas.core import UsageError
 
 FORMAT = 2
@@ -16,43 +15,21 @@ FORMAT = 2
 Place = tuple[int, Level, str]  # round, level, task
 
 
-class Journal:
-    """``settings`` are what a run must have in common with the one it goes on with."""
+class Entries:
+    """Lines of JSON behind one that says what they belong to: ``settings`` are what a run must have in common with the
+    one it goes on with. ``read`` are those of before.
+    """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], *, resume: bool):
-        self.path, self.pairs, self.interrupted = path, dict[Place, Pair](), 0
-        self._open: dict[Place, list[Pass]] = {}
+        self.path, self.read = path, list[dict[str, Any]]()
         check(path, resume)
         if resume:
             self._read(settings)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._write({"format": FORMAT, "settings": dict(settings)})
+            self.write({"format": FORMAT, "settings": dict(settings)})
 
-    def add(self, done: Pass, *, complete: bool = True) -> None:
-        """A pass that broke off is kept, and counts for nothing. Times are kept to the microsecond."""
-        done = replace(done, answers=tuple(map(rounded, done.answers)))
-        self._write({"pass": done.as_record(), "complete": complete})
-        self._take(done, complete)
-
-    def begin(self) -> None:
-        """Pairs are made of passes that follow one another: a new pair begins, whatever came before it."""
-        self._write({"pair": len(self.pairs)})
-        self._open.clear()
-
-    def _take(self, done: Pass, complete: bool) -> None:
-        if not complete:
-            self.interrupted += len(done.good)
-            return
-        place = (done.turn, done.level, done.task)
-        passes = self._open.setdefault(place, [])
-        passes.append(done)
-        found: dict[Name, Pass] = {one.side: one for one in passes}
-        if len(found) == 2:
-            self.pairs[place] = Pair(found["without"], found["with"], tuple(one.side for one in passes))
-            del self._open[place]
-
-    def _write(self, entry: Mapping[str, Any]) -> None:
+    def write(self, entry: Mapping[str, Any]) -> None:
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry) + "\n")
@@ -71,15 +48,59 @@ class Journal:
                         f"{self.path}, line {number} is damaged: start anew with another --out."
                     ) from error
         if not entries or entries[0].get("format") != FORMAT:
-            raise BenchError(f"{self.path} is no journal of this version of eyas bench: choose another --out.")
+            raise BenchError(f"{self.path} is no journal of this version of Eyas: choose another --out.")
         _same(self.path, entries[0]["settings"], json.loads(json.dumps(settings)))
         if len(entries) < len(lines):  # so that what follows begins a line of its own
             self.path.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
-        for entry in entries[1:]:
+        self.read = entries[1:]
+
+
+class Journal:
+    """Passes, and the pairs that they make."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], *, resume: bool):
+        self.path, self.pairs, self.interrupted = path, dict[Place, Pair](), 0
+        self._open: dict[Place, list[Pass]] = {}
+        self._entries = Entries(path, settings, resume=resume)
+        for entry in self._entries.read:
             if "pass" in entry:
                 self._take(Pass.from_record(entry["pass"]), entry["complete"])
             else:
                 self._open.clear()
+
+    def add(self, done: Pass, *, complete: bool = True) -> None:
+        """A pass that broke off is kept, and counts for nothing."""
+        self._entries.write({"pass": done.as_record(), "complete": complete})
+        self._take(done, complete)
+
+    def begin(self) -> None:
+        """Pairs are made of passes that follow one another: a new pair begins, whatever came before it."""
+        self._entries.write({"pair": len(self.pairs)})
+        self._open.clear()
+
+    def _take(self, done: Pass, complete: bool) -> None:
+        if not complete:
+            self.interrupted += len(done.good)
+            return
+        place = (done.turn, done.level, done.task)
+        passes = self._open.setdefault(place, [])
+        passes.append(done)
+        found: dict[Name, Pass] = {one.side: one for one in passes}
+        if len(found) == 2:
+            self.pairs[place] = Pair(found["without"], found["with"], tuple(one.side for one in passes))
+            del self._open[place]
+
+
+class Memo:
+    """Plain JSON values by key, each worked out once."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], *, resume: bool):
+        self._entries = Entries(path, settings, resume=resume)
+        self.values: dict[str, Any] = {entry["key"]: entry["value"] for entry in self._entries.read}
+
+    def keep(self, key: str, value: Any) -> None:
+        self._entries.write({"key": key, "value": value})
+        self.values[key] = value
 
 
 def check(path: Path, resume: bool) -> None:

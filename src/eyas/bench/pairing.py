@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from eyas.bench import load
 from eyas.bench.facts import Facts
-from eyas.bench.journal import Journal
+from eyas.bench.journal import Journal, Place
 from eyas.bench.passes import SIDES, Answer, BenchError, Heard, Level, Name, Pair, Pass
-from eyas.bench.sides import Side
+from eyas.bench.sides import Say, Side, quiet
 from eyas.bench.workload import Prompt, Workload, chosen
 from eyas.core import SamplingParams
 
@@ -30,7 +31,8 @@ class Plan:
     """What is measured. ``num_prompts`` of each task in each pass; None: five for each that runs at a time, so that its
     slow end weighs little; at a request rate what arrives in about ``ARRIVING`` seconds.
 
-    ``warmup`` passes of each side and level do not count.
+    ``warmup`` passes of each side and level do not count. ``blocks``: each round is a block of its own, for which both
+    sides start anew and one of them runs at a time; then the other one begins the next.
     """
 
     levels: tuple[Level, ...]
@@ -38,6 +40,7 @@ class Plan:
     rounds: int = ROUNDS
     num_prompts: int | None = None
     warmup: int = 1
+    blocks: bool = False
 
     def count(self, level: Level) -> int:
         if self.num_prompts is not None:
@@ -65,25 +68,26 @@ class Progress:
 Report = Callable[[str | Progress], None]
 
 
-async def start(sides: Mapping[Name, Side]) -> dict[Name, Facts]:
+async def start(sides: Mapping[Name, Side], report: Say = quiet) -> dict[Name, Facts]:
     """Both sides answer, and say what they are. Raises EyasError for the first that does not."""
-    return {name: await sides[name].start() for name in SIDES}
+    return {name: await sides[name].start(report) for name in SIDES}
 
 
 async def fitting(sides: Mapping[Name, Side], workload: Workload, plan: Plan) -> Workload:
     """Without the prompts that a side cannot take; of a long list only as many as there will be asked."""
     enough = plan.rounds * max(map(plan.count, plan.levels))
-    kept: dict[str, list[Prompt]] = {}
+    kept = {task: list(prompts) for task, prompts in workload.prompts.items()}
     wrong: dict[str, list[str]] = {}
-    for task, prompts in workload.prompts.items():
-        for prompt in prompts:
-            if len(kept.get(task, ())) == enough:
-                break
-            why = await sides["without"].room(prompt) or await sides["with"].room(prompt)
-            if why:
-                wrong.setdefault(why, []).append(prompt.key)
-            else:
-                kept.setdefault(task, []).append(prompt)
+    for name in reversed(SIDES):  # one after the other: the one that started last is there in any case
+        for task, prompts in kept.items():
+            kept[task] = []
+            for prompt in prompts:
+                if len(kept[task]) == enough:
+                    break
+                if why := await sides[name].room(prompt):
+                    wrong.setdefault(why, []).append(prompt.key)
+                else:
+                    kept[task].append(prompt)
     named = [
         f"{len(keys)} {why} ({', '.join(keys[:5])}{', ...' if len(keys) > 5 else ''})" for why, keys in wrong.items()
     ]
@@ -100,22 +104,37 @@ async def measure(
     cells = [(level, task) for level in plan.levels for task in workload.prompts]
     places = [(turn, level, task) for turn in range(plan.rounds) for level, task in cells]
     missing = [place for place in places if place not in journal.pairs]
-    if missing:
-        await _warm_up(sides, workload, plan, {level for _, level, _ in missing}, report)
-    for number, (turn, level, task) in enumerate(missing):
+    mixed, passes = mixed_up(workload), 2 * (len(places) - len(missing))
+    if missing and not plan.blocks:
+        for name in SIDES:
+            await warm_up(sides[name], mixed, plan, [level for _, level, _ in missing], report)
+    for group in groups(missing, plan):
         journal.begin()
-        flipped = (turn + cells.index((level, task))) % 2
-        for half, name in enumerate(reversed(SIDES) if flipped else SIDES):
-            prompts = chosen(workload.prompts[task], plan.count(level), turn)
+        first = group[0]
+        flipped = (first[0] + (0 if plan.blocks else cells.index(first[1:]))) % 2
+        for name in reversed(SIDES) if flipped else SIDES:
             try:
-                done = await _pass(sides[name], prompts, turn, level, task)
-                await _check(sides[name], done, journal)
+                if plan.blocks:
+                    await sides[name].start(report)
+                    await warm_up(sides[name], mixed, plan, [level for _, level, _ in group], report)
+                for turn, level, task in group:
+                    prompts = chosen(workload.prompts[task], plan.count(level), turn)
+                    done = await one_pass(sides[name], prompts, turn, level, task)
+                    await check(sides[name], done, journal)
+                    journal.add(done)
+                    passes += 1
+                    share = passes / (2 * len(places))
+                    report(Progress(turn, plan.rounds, level, task, share, list(journal.pairs.values())))
             except BenchError as error:
                 raise BenchError(f"{error} {kept(journal)}") from error
-            journal.add(done)
-            share = 1 - (len(missing) - number - (half + 1) / 2) / len(places)
-            report(Progress(turn, plan.rounds, level, task, share, list(journal.pairs.values())))
     return [journal.pairs[place] for place in places]
+
+
+def groups(missing: Sequence[Place], plan: Plan) -> list[list[Place]]:
+    """What is measured of one side before it is the other's turn: one place, or all of a block."""
+    if not plan.blocks:
+        return [[place] for place in missing]
+    return [list(block) for _, block in groupby(missing, key=lambda place: place[0])]
 
 
 def kept(journal: Journal) -> str:
@@ -125,22 +144,23 @@ def kept(journal: Journal) -> str:
     )
 
 
-async def _warm_up(
-    sides: Mapping[Name, Side], workload: Workload, plan: Plan, levels: set[Level], report: Report
-) -> None:
-    """Prompts of all tasks in turn, as many as a pass has."""
+def mixed_up(workload: Workload) -> list[Prompt]:
+    """Prompts of all tasks in turn."""
     longest = max(map(len, workload.prompts.values()))
-    mixed = [prompts[n] for n in range(longest) for prompts in workload.prompts.values() if n < len(prompts)]
-    for level in sorted(levels, key=plan.levels.index):
+    return [prompts[n] for n in range(longest) for prompts in workload.prompts.values() if n < len(prompts)]
+
+
+async def warm_up(side: Side, prompts: Sequence[Prompt], plan: Plan, levels: Sequence[Level], report: Report) -> None:
+    """As many requests as a pass has."""
+    for level in dict.fromkeys(levels):
         for turn in range(plan.warmup):
-            for name in SIDES:
-                report(f"warming up at {level}, {name} speculation")
-                done = await _pass(sides[name], chosen(mixed, plan.count(level), turn), turn, level, "warm-up")
-                if done.failed and not done.good:
-                    raise BenchError(f"All requests {name} speculation fail: {done.failed[0].error}.")
+            report(f"warming up at {level}, {side.name} speculation")
+            done = await one_pass(side, chosen(prompts, plan.count(level), turn), turn, level, "warm-up")
+            if done.failed and not done.good:
+                raise BenchError(f"All requests {side.name} speculation fail: {done.failed[0].error}.")
 
 
-async def _pass(side: Side, prompts: Sequence[Prompt], turn: int, level: Level, task: str) -> Pass:
+async def one_pass(side: Side, prompts: Sequence[Prompt], turn: int, level: Level, task: str) -> Pass:
     before = await side.before()
     loaded = await load.put(side.ask, prompts, level, seed=turn)
     heard = Heard()
@@ -163,11 +183,12 @@ async def _gone(side: Side, answers: Sequence[Answer]) -> bool:
     return True
 
 
-async def _check(side: Side, done: Pass, journal: Journal) -> None:
+async def check(side: Side, done: Pass, journal: Journal | None = None) -> None:
     """Ends the benchmark where a side is gone or answers nothing at all; what it answered before is kept."""
     gone = await _gone(side, done.answers)
     if gone or not done.good:
-        journal.add(done, complete=False)
+        if journal is not None:
+            journal.add(done, complete=False)
         what = "is gone" if gone else "answers nothing any more"
         why = done.failed[0].error
         raise BenchError(f"The side {side.name} speculation {what} ({why}) in round {done.turn + 1} at {done.level}.")

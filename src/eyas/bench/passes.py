@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from eyas.bridges.metrics import Speculation
@@ -151,17 +151,6 @@ class Heard:
     speculation: Speculation | None = None  # None: nothing is
     notes: tuple[str, ...] = ()
     spent: Mapping[str, float] = field(default_factory=dict)
-
-
-def rounded(answer: Answer) -> Answer:
-    """To microseconds."""
-    return replace(
-        answer,
-        start=round(answer.start, 6),
-        first=None if answer.first is None else round(answer.first, 6),
-        total=round(answer.total, 6),
-        gaps=tuple(round(gap, 6) for gap in answer.gaps),
-    )
 
 
 def _tuples(value: Any) -> Any:

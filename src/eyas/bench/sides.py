@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
@@ -34,6 +34,13 @@ CLIENT_BUSY = 0.7  # of a CPU, which is all that one thread can use
 STRANGERS = 0.05  # share of a server's tokens that are not ours, above which it is said
 
 
+Say = Callable[[str], None]  # what is being done
+
+
+def quiet(what: str) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Unlike:
     """Where two answers part: how far the side without was from choosing otherwise, and whether that explains it."""
@@ -45,7 +52,7 @@ class Unlike:
 class Side(Protocol):
     name: Name
 
-    async def start(self) -> Facts:
+    async def start(self, report: Say = quiet) -> Facts:
         """Finds out what it is and whether it answers. Raises EyasError where it does not."""
 
     async def room(self, prompt: Prompt) -> str:
@@ -96,7 +103,7 @@ class EndpointSide:
     seeded: bool = False
     facts: Facts = field(init=False)
 
-    async def start(self) -> Facts:
+    async def start(self, report: Say = quiet) -> Facts:
         asked = ("as text" if self.endpoint.completions else "as messages") + (", with seeds" if self.seeded else "")
         self.facts = replace(facts_of(self.endpoint.root, await told(self.endpoint)), asked=asked)
         answer = await self.endpoint.ask(PROBE, replace(self.sampling, max_tokens=8))
@@ -112,15 +119,20 @@ class EndpointSide:
         return self.facts
 
     async def room(self, prompt: Prompt) -> str:
-        most, wanted = self.facts.context_length, self.sampling.max_tokens
-        if most is None or len(prompt.text.encode()) + wanted + 64 <= most:  # no token is less than a byte
+        if self.surely_fits(prompt):
             return ""
+        most, wanted = self.facts.context_length, self.sampling.max_tokens
         answer = await self.endpoint.ask(prompt, replace(self.sampling, max_tokens=1))
         if answer.error:
             return f"refused ({answer.error})"
-        if answer.prompt_tokens is not None and answer.prompt_tokens + wanted > most:
+        if most is not None and answer.prompt_tokens is not None and answer.prompt_tokens + wanted > most:
             return f"too long for a context of {most:,} tokens"
         return ""
+
+    def surely_fits(self, prompt: Prompt) -> bool:
+        """Without asking: no token is less than a byte."""
+        most = self.facts.context_length
+        return most is None or len(prompt.text.encode()) + self.sampling.max_tokens + 64 <= most
 
     async def ask(self, prompt: Prompt, number: int) -> Answer:
         seed = self.sampling.seed + number if self.seeded else None
@@ -259,8 +271,14 @@ class Embedded:
     serving: AsyncLLM | None = None
 
     def __post_init__(self) -> None:
-        self.times = StepTimes(self.llm.engine.policy)
-        self.llm.engine.policy = self.times
+        self.use(self.llm.engine.policy)
+
+    def use(self, policy: Policy) -> None:
+        """Who decides from now on, about drafts and whether a prompt is read for them. While nothing runs."""
+        engine, self.times = self.llm.engine, StepTimes(policy)
+        engine.policy = self.times
+        if engine.drafter is not None:
+            engine.scheduler.follow = policy.follow
 
     @cached_property
     def comparer(self) -> Comparer:
@@ -289,7 +307,7 @@ class EngineSide:
     sampling: SamplingParams
     _stats: list[Any] = field(default_factory=list)
 
-    async def start(self) -> Facts:
+    async def start(self, report: Say = quiet) -> Facts:
         self.engine.start()
         llm = self.engine.llm
         drafter = self.name == "with" and llm.drafter is not None

@@ -6,11 +6,12 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -25,25 +26,79 @@ if TYPE_CHECKING:
     from eyas.bench.passes import Level, Name, Pair
     from eyas.bench.sides import Side
     from eyas.bench.workload import Workload
+    from eyas.bridges.launch import Asked
 
 ENDPOINTS_AT, EMBEDDED_AT = "1,2,4,8,16,32,64", "1,2,4,8,16,32"
 WIDTH = 110
+SHOWN = (0, 1, 2, 3, 4, 5, 6, 9)  # of the report's columns, those that fit a terminal
 _sides: Callable[..., Any] = partial(typer.Option, rich_help_panel="What is compared", show_default=False)
+_launched: Callable[..., Any] = partial(typer.Option, rich_help_panel="An engine that is launched", show_default=False)
 _load: Callable[..., Any] = partial(typer.Option, rich_help_panel="Load")
 _prompts: Callable[..., Any] = partial(typer.Option, rich_help_panel="Prompts and answers")
 _output: Callable[..., Any] = partial(typer.Option, rich_help_panel=OUTPUT)
 
 
+@dataclass(frozen=True)
+class LaunchedFlags:
+    engine: Annotated[
+        Literal["vllm", "sglang"] | None, _launched(help="Launch TARGET in this engine, with DRAFTER and without.")
+    ] = None
+    engine_python: Annotated[
+        Path | None, _launched(help="Its environment, or its Python. Default: where Eyas itself is installed.")
+    ] = None
+    no_check: Annotated[bool, _launched("--no-check", help="Start the pair as it is.")] = False
+    share_gpus: Annotated[bool, _launched("--share-gpus", help="Although others compute on the GPUs.")] = False
+
+    def conflicts(
+        self, target: str | None, arguments: Sequence[str], engine: EngineFlags, loading: LoadingFlags
+    ) -> list[tuple[object, str]]:
+        """For ``refuse``. ``arguments`` are what stands behind --."""
+        if self.engine is None:
+            what = "Flags behind --, --engine-python, --no-check and --share-gpus are for --engine vllm or sglang."
+            return [(arguments or self != LaunchedFlags(), what)]
+        own = "Flags for the embedded engine and for loading are not for --engine: its own stand behind --."
+        return [
+            (target is None or target.startswith("-"), f"--engine {self.engine} launches a TARGET: name it."),
+            ((engine, loading) != (EngineFlags(), LoadingFlags()), own),
+        ]
+
+    def asked(self, target: str, drafter: str, arguments: Sequence[str]) -> Asked:
+        from eyas.bridges.launch import Asked
+
+        assert self.engine is not None
+        refuse((drafter == "untrained", f"{self.engine} needs a drafter of files: --drafter untrained is Eyas's."))
+        return Asked(
+            self.engine,
+            target,
+            drafter,
+            tuple(arguments),
+            self.engine_python,
+            check=not self.no_check,
+            share_gpus=self.share_gpus,
+        )
+
+
 @spread
 def bench(
+    context: typer.Context,
     target: Annotated[
         str | None,
         typer.Argument(
-            help="For the embedded engine: a model folder, a Hugging Face id, a GGUF file, or smollm2.",
+            help="A model folder, a Hugging Face id, a GGUF file, or smollm2; with --engine a folder, or smollm2. "
+            "Flags of that engine's own stand behind a bare --.",
             show_default=False,
         ),
     ] = None,
     *,
+    launched: LaunchedFlags,
+    side_by_side: Annotated[
+        bool | None,
+        _sides(
+            "--side-by-side/--one-at-a-time",
+            help="With --engine: both at once, or relaunched in turn, each round in a launch of its own. "
+            "Default: at once on a CPU.",
+        ),
+    ] = None,
     without: Annotated[
         str | None, _sides("--without", "--base-url-a", metavar="URL", help="An OpenAI-compatible server without it.")
     ] = None,
@@ -65,7 +120,10 @@ def bench(
             metavar="R,R,...", help="Instead: requests a second, that arrive at random (Poisson).", show_default=False
         ),
     ] = None,
-    rounds: Annotated[int, _load(help="Of both sides in turn; at least 6 for a verdict.")] = 10,
+    rounds: Annotated[
+        int | None,
+        _load(help="Of both sides in turn; at least 6 for a verdict.", show_default="10; one launch at a time 6"),
+    ] = None,
     num_prompts: Annotated[
         int | None,
         _load(
@@ -131,6 +189,8 @@ def bench(
 
     eyas bench --without http://127.0.0.1:30000 --with http://127.0.0.1:30001 --concurrency 1,4,16
 
+    eyas bench ./my-model --drafter ./my-drafter --engine vllm --concurrency 1,8 -- --max-model-len 4096
+
     eyas bench --without http://a:8000 --with http://b:8000 --request-rate 2,8 --dataset chats.jsonl --format md
     """
     refuse(
@@ -149,44 +209,64 @@ def bench(
         (target is None and None in endpoints, "Name a TARGET, or two servers: --without URL and --with URL."),
         (target is not None and endpoints != (None, None), "TARGET is for the embedded engine: it excludes servers."),
         (target is None and drafter, "--drafter is for TARGET: servers have theirs."),
-        (target is not None and (model or completions), "--model and --completions are for servers."),
+        (target and not launched.engine and (model or completions), "--model and --completions are for servers."),
         (
             target is None and (shape, engine, loading) != (ShapeFlags(), EngineFlags(), LoadingFlags()),
             "Flags for draft shape, engine and loading are for TARGET: servers were launched with theirs.",
         ),
+        *launched.conflicts(target, context.args, engine, loading),
+        (side_by_side is not None and not launched.engine, "--side-by-side and --one-at-a-time are for --engine."),
         (dataset and task, "--task chooses among the built-in prompts: it excludes --dataset."),
         (concurrency and request_rate, "--concurrency and --request-rate exclude each other."),
-        (rounds < 1, f"--rounds must be at least 1, got {rounds}."),
+        (rounds is not None and rounds < 1, f"--rounds must be at least 1, got {rounds}."),
         (warmup < 0, f"--warmup must be at least 0, got {warmup}."),
         (num_prompts is not None and num_prompts < 1, f"--num-prompts must be at least 1, got {num_prompts}."),
         (not 0 < min_speedup < 100, f"--min-speedup must be above 0, got {min_speedup}."),
         (resume and out is None, "--resume goes on with a file: name it with --out."),
         (target is not None and engine.speculation == "off", "--speculation off leaves nothing to compare."),
     )
-    if missing := [name for name in ("httpx", "scipy") if find_spec(name) is None]:  # not after hours of measuring
-        raise UsageError(f"eyas bench needs {' and '.join(missing)}: install the extra eyas[bench].")
+    check_installed()
     from eyas.bench import journal
     from eyas.bench.benchmark import Benchmark
-    from eyas.bench.pairing import Plan
+    from eyas.bench.pairing import ROUNDS, Plan
     from eyas.bench.provenance import provenance, training_seconds
+    from eyas.bench.statistics import ENOUGH
 
     sampling = SamplingParams(
         temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=output_len, ignore_eos=ignore_eos, seed=seed or 0
     )
-    levels = levels_of(concurrency or (EMBEDDED_AT if target else ENDPOINTS_AT), request_rate)
+    embeds = target is not None and not launched.engine
+    levels = levels_of(concurrency or (EMBEDDED_AT if embeds else ENDPOINTS_AT), request_rate)
     chosen = choose_drafter(target, drafter, "with --drafter") if target else None
     workload = read_workload(dataset, task)
     where = out or Path(f"eyas-bench-{datetime.now():%Y%m%d-%H%M%S}.json")
     refuse((where.suffix != ".json", f"--out ends in .json, got {str(where)!r}."))
     journal.check(where.with_suffix(".jsonl"), resume)  # before anything is loaded
-    if target is not None:
+    seeded, blocks = seed is not None and temperature > 0, False
+    sides: Mapping[Name, Side]
+    if launched.engine:
+        from eyas.bench.launched import both
+
+        assert target is not None and chosen is not None
+        sides, blocks = both(
+            launched.asked(target, chosen, context.args),
+            shape.shape(),
+            sampling,
+            side_by_side=side_by_side,
+            running=most_running(levels),
+            log=where,
+            model=model,
+            completions=completions,
+            seeded=seeded,
+        )
+    elif target is not None:
         sides = embedded(target, chosen, sampling, shape, engine, loading, debug)
     else:
-        sides = servers(without, with_, model, completions, sampling, seeded=seed is not None)
+        sides = servers(without, with_, model, completions, sampling, seeded)
     benchmark = Benchmark(
         sides,
         workload,
-        Plan(levels, sampling, rounds, num_prompts, warmup),
+        Plan(levels, sampling, rounds or (ENOUGH if blocks else ROUNDS), num_prompts, warmup, blocks),
         where,
         resume,
         min_speedup,
@@ -197,6 +277,17 @@ def bench(
 
 
 # What is asked for
+
+
+def check_installed() -> None:
+    """Now, and not after hours of measuring."""
+    if missing := [name for name in ("httpx", "scipy") if find_spec(name) is None]:
+        raise UsageError(f"Benchmarks need {' and '.join(missing)}: install the extra eyas[bench].")
+
+
+def most_running(levels: Sequence[Level]) -> int:
+    """Requests at a time, where that is known beforehand."""
+    return max(int(level.value) if level.kind == "concurrency" else 1 for level in levels)
 
 
 def levels_of(concurrency: str, rate: str | None) -> tuple[Level, ...]:
@@ -243,14 +334,12 @@ def servers(
     model: str | None,
     completions: bool,
     sampling: SamplingParams,
-    *,
     seeded: bool,
 ) -> Mapping[Name, Side]:
     from eyas.bench.client import Endpoint
     from eyas.bench.sides import EndpointSide
 
     assert without is not None and with_ is not None
-    seeded = seeded and sampling.temperature > 0
     plain, speculative = (Endpoint(url, model=model, completions=completions) for url in (without, with_))
     return {
         "without": EndpointSide("without", plain, sampling, seeded),
@@ -367,48 +456,14 @@ def show_text(made: Mapping[str, Any], where: Path) -> None:
     verdict = made["verdict"]
     out.print(Text(report.title(made).upper(), colours.get(verdict["outcome"], "bold red")))
     out.print(clean(verdict["sentence"]))
-    out.print(as_table("", text_cells(made)))
+    out.print(as_table("", [[row[n] for n in SHOWN] for row in report.cells(made)]))
+    out.print(as_table("Latency in ms, p50 / p90 / p99", report.latency_cells(made)))
     for name, value in report.headline(made)[1:]:
         out.print(clean(f"{name}: {value}"))
     out.print(clean(made["agreement"]["sentence"]))
     for note in made["notes"]:
         out.print(clean(f"note: {note}"))
     out.print(clean(f"{report.confidence(made)} Everything is in {where}."))
-
-
-def text_cells(made: Mapping[str, Any]) -> list[list[str]]:
-    """What fits a terminal: times per token are medians."""
-    rows = made["rows"]
-    header = [
-        rows[0]["level"]["kind"],
-        "task",
-        "verdict",
-        "speedup",
-        "95% interval",
-        "tok/s",
-        "first ms",
-        "per token ms",
-    ]
-    return [[*header, "accept. length"], *map(_text_row, rows)]
-
-
-def _text_row(row: Mapping[str, Any]) -> list[str]:
-    length = (row["acceptance"] or {}).get("acceptance_length")
-    high = "∞" if row["high"] is None else f"{row['high']:.2f}"
-    sides = [row["without"], row["with"]]
-    return [
-        f"{row['level']['value']:g}",
-        row["task"],
-        row["word"],
-        f"{row['speedup']:.2f}x",
-        f"{row['low']:.2f}-{high}",
-        " > ".join(f"{side['tokens_per_second']:,.0f}" for side in sides),
-        *(
-            " > ".join(f"{1000 * side[name]['p50']:,.3g}" if side[name] else "-" for side in sides)
-            for name in ("first", "per_token")
-        ),
-        "?" if length is None else f"{length:.2f}",
-    ]
 
 
 def show_comparison(paths: tuple[Path, Path], form: str) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from eyas import __version__
-from eyas.cli import bench, check, convert, data, eval, launch, patch, plan, run, serve, train
+from eyas.cli import bench, check, convert, data, eval, launch, patch, plan, probe, run, serve, train, tune
 from eyas.cli.console import INTERRUPTED, error_line
 from eyas.cli.options import Debug
 from eyas.core import EyasError
@@ -30,10 +30,12 @@ app.command(context_settings={"allow_extra_args": True})(check.check)
 app.command()(convert.convert)
 app.command(context_settings=launch.SETTINGS)(launch.launch)
 app.command()(patch.patch)
+app.command(context_settings=probe.SETTINGS)(probe.probe)
 app.command()(data.data)
 app.command()(train.train)
 app.command("eval")(eval.evaluate)
-app.command()(bench.bench)
+app.command(context_settings={"allow_extra_args": True})(bench.bench)
+app.command(context_settings={"allow_extra_args": True})(tune.tune)
 app.command()(plan.plan)
 
 

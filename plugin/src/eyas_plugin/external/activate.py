@@ -2,9 +2,13 @@
 
 import sys
 
-from eyas_plugin.request import active
+from eyas_plugin.request import active, trace
 
 if active():
     from eyas_plugin import sglang
 
     sglang.hook(sys.modules[sglang.REGISTRY])
+if trace():
+    from eyas_plugin import trace_sglang
+
+    trace_sglang.activate()

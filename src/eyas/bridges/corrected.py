@@ -1,0 +1,142 @@
+"""A drafter as a hypothesis reads it: as a model, and as a copy of the checkpoint that says so explicitly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from eyas.bridges.hypotheses import Hypothesis
+from eyas.core import CheckpointError
+from eyas.drafter import dialects, record, weights, writing
+from eyas.drafter.checkpoint import Checkpoint
+from eyas.drafter.config import Eagle3Config
+from eyas.drafter.dialects import MAPS, Reading
+from eyas.drafter.folder import appearing, check_free
+from eyas.drafter.model import Eagle3Model
+from eyas.drafter.storage import load_drafter
+from eyas.drafter.weights import Entry
+from eyas.target.adapter import HFTarget
+
+_SPELLED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+FILES = ("config.json", "model.safetensors")
+
+
+def drafter_of(target: HFTarget, path: Path, ids: tuple[int, ...] | None) -> Eagle3Model:
+    """The drafter at ``path`` in the target's dtype. Raises CheckpointError where it is unsound."""
+    return load_drafter(
+        path,
+        target_hidden_size=target.hidden_size,
+        target_vocab_size=target.vocab_size,
+        num_target_layers=target.num_layers,
+        dtype=target.dtype,
+        device=target.device,
+        aux_layer_ids=ids,
+    )
+
+
+def changed(model: Eagle3Model, hypothesis: Hypothesis) -> Eagle3Model:
+    """``model`` with what the hypothesis changes; the weights are shared."""
+    state = model.state_dict()
+    if hypothesis.ids is not None:
+        state["draft_to_target"] = torch.from_numpy(hypothesis.ids).to(model.device)
+    state |= {name: value.to(model.device, model.dtype) for name, value in hypothesis.tensors.items()}
+    with torch.device("meta"):
+        made = Eagle3Model(hypothesis.config)
+    made.load_state_dict(state, assign=True)
+    return made.eval()
+
+
+def write(checkpoint: Checkpoint, reading: Reading, hypothesis: Hypothesis, out: Path, force: bool = False) -> str:
+    """The checkpoint as ``hypothesis`` reads it, in the new folder ``out``; returns the dialect.
+
+    The weights keep every bit. Its own dialect if that can say it, else SGLang's or vLLM's. Raises CheckpointError
+    where none of them can, or the result would not read as the hypothesis does, and UsageError where ``out`` exists.
+    """
+    place = out.expanduser()
+    check_free(place, checkpoint.path, force, FILES)
+    ids, vocab = hypothesis.ids, hypothesis.config.vocab_size
+    maps = {} if ids is None else writing.vocabulary_maps(ids, vocab)
+    dialect = dialect_for(hypothesis.config, reading.dialect)
+    config, entries = hypothesis.config, _entries(checkpoint, reading, hypothesis, maps, dialect)
+    kinds = [entry.dtype for entry in entries if entry.dtype in _SPELLED]
+    verifier = (checkpoint.config.get("speculators_config") or {}).get("verifier")
+    said = writing.config_json(config, dialect, _SPELLED[max(set(kinds), key=kinds.count)], verifier)
+    try:
+        with appearing(place) as folder:
+            weights.write(folder / "model.safetensors", entries)
+            text = json.dumps(record.carried(checkpoint.config, dialect) | said, indent=2)
+            (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+            again = dialects.read(Checkpoint.open(folder))
+            if again.problems or again.config.aux_layer_ids != config.aux_layer_ids:
+                raise CheckpointError(f"{place}: was not written: {'; '.join(again.problems) or 'other layer ids'}")
+    except OSError as error:
+        raise CheckpointError(f"{place}: cannot be written: {error}") from error
+    return dialect
+
+
+def dialect_for(config: Eagle3Config, own: str) -> str:
+    """The first of its own dialect, SGLang's and vLLM's that can say this. Raises CheckpointError where none can."""
+    for dialect in dict.fromkeys((own, "sglang", "vllm")):
+        if not writing.cannot_say(config, dialect):
+            return dialect
+    raise CheckpointError(f"no dialect can say this drafter: {'; '.join(writing.cannot_say(config, 'vllm'))}")
+
+
+def spelled(reading: Reading, hypothesis: Hypothesis) -> dict[str, Any]:
+    """What has to stand in the drafter's config.json for the hypothesis, by key; ids in the dialect's convention."""
+    dialect = dialect_for(hypothesis.config, reading.dialect)
+    before = writing.config_json(reading.config, dialect, "bfloat16")
+    after = writing.config_json(hypothesis.config, dialect, "bfloat16")
+    return dict(_differing(before, after))
+
+
+def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> Any:
+    for key, value in after.items():
+        old = before.get(key)
+        if key == "transformer_layer_config" and isinstance(old, dict):
+            if inner := dict(_differing(old, value)):
+                yield key, inner
+        elif value != old:
+            yield key, value
+
+
+def _entries(
+    checkpoint: Checkpoint,
+    reading: Reading,
+    hypothesis: Hypothesis,
+    maps: Mapping[str, np.ndarray[Any, Any]],
+    dialect: str,
+) -> list[Entry]:
+    kept = [name for name in reading.names if name not in (*MAPS, *hypothesis.tensors)]
+    entries = [_copied(checkpoint, reading.names[name], writing.tensor_name(name, dialect)) for name in kept]
+    made = {writing.tensor_name(name, dialect): value for name, value in hypothesis.tensors.items()}
+    entries += [_tensor(name, value) for name, value in made.items()]
+    kinds = {"d2t": "I64", "t2d": "BOOL"}
+    return entries + [_bytes(name, kinds[name], values.shape, values.tobytes()) for name, values in maps.items()]
+
+
+def _copied(checkpoint: Checkpoint, original: str, name: str) -> Entry:
+    tensor = checkpoint.tensors[original]
+    return Entry(name, tensor.dtype, tensor.shape, tensor.nbytes, lambda: checkpoint.raw(original))
+
+
+def _tensor(name: str, value: torch.Tensor) -> Entry:
+    kept = value.detach().cpu().contiguous()
+    kind = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[kept.dtype]
+    return _bytes(name, kind, tuple(kept.shape), kept.view(torch.uint8).numpy().tobytes())
+
+
+def _bytes(name: str, dtype: str, shape: tuple[int, ...], content: bytes) -> Entry:
+    return Entry(name, dtype, shape, len(content), lambda: [memoryview(content)])
+
+
+def same_map(one: Hypothesis, other: Hypothesis) -> bool:
+    """Whether both read the draft vocabulary alike."""
+    if one.ids is None or other.ids is None:
+        return one.ids is other.ids
+    return np.array_equal(one.ids, other.ids)
