@@ -14,6 +14,7 @@ from eyas.core import (
     NonFiniteLogitsError,
     RequestError,
     SamplingParams,
+    StructuredOutputsParams,
     TargetError,
     UsageError,
 )
@@ -70,6 +71,39 @@ def test_min_tokens_goes_up_to_max_tokens():
     assert SamplingParams(max_tokens=4, min_tokens=4).min_tokens == 4
     with pytest.raises(UsageError, match=r"min_tokens must be in \[0, max_tokens\], got 5"):
         SamplingParams(max_tokens=4, min_tokens=5)
+
+
+def test_one_constraint_as_plain_data():
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    made = StructuredOutputsParams(json=schema)
+    assert made.json == '{"type": "object", "properties": {"b": {}, "a": {}}}' and made.kind == "json"
+    assert made == StructuredOutputsParams(json=made.json) and hash(made) == hash(StructuredOutputsParams(json=schema))
+    assert StructuredOutputsParams(choice=["a", "b"]).choice == ("a", "b")
+    assert StructuredOutputsParams(regex="").kind == "regex"
+    assert SamplingParams(structured_outputs=made).structured_outputs is made
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        ({}, "exactly one of json, json_object, regex, choice, grammar: none was given"),
+        ({"regex": "a", "grammar": "start: A"}, "regex and grammar were given"),
+        ({"json_object": False}, "none was given"),
+        ({"choice": []}, "choice must be text, or for choice at least one"),
+        ({"choice": ["a", 1]}, "choice must be text"),
+        ({"regex": 5}, "regex must be text"),
+        ({"json": {"a": NAN}}, "cannot be written as JSON"),
+        ({"json": {"a": object()}}, "cannot be written as JSON"),
+    ],
+)
+def test_constraints_that_cannot_be(wrong, what):
+    with pytest.raises(UsageError, match=what):
+        StructuredOutputsParams(**wrong)
+
+
+def test_a_constraint_is_not_any_mapping():
+    with pytest.raises(UsageError, match="structured_outputs must be StructuredOutputsParams, got dict"):
+        SamplingParams(structured_outputs={"regex": "a"})
 
 
 def whole_tree(steps: int, topk: int) -> int:

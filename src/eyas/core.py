@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 from collections.abc import Mapping, Sequence
@@ -41,12 +42,51 @@ class NonFiniteLogitsError(EyasError):
 
 
 @dataclass(frozen=True)
+class StructuredOutputsParams:
+    """What the whole answer has to be: exactly one of these. Names and meanings are vLLM's.
+
+    ``json`` is a JSON schema, given as text or as what it says and kept as text; ``json_object`` any JSON object;
+    ``choice`` one of these strings; ``grammar`` a context-free grammar in Lark's notation or llama.cpp's GBNF (EBNF).
+    """
+
+    json: str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.json, str | None):
+            try:
+                object.__setattr__(self, "json", json.dumps(self.json, allow_nan=False))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise UsageError(f"structured_outputs: this schema cannot be written as JSON ({error}).") from error
+        if self.choice is not None:
+            object.__setattr__(self, "choice", (self.choice,) if isinstance(self.choice, str) else tuple(self.choice))
+        given = [name for name in self.__dataclass_fields__ if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            found = f"{' and '.join(given)} were" if given else "none was"
+            raise UsageError(
+                f"structured_outputs takes exactly one of {', '.join(self.__dataclass_fields__)}: {found} given."
+            )
+        texts = self.choice if self.choice is not None else (self.regex or "", self.grammar or "")
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise UsageError(f"structured_outputs.{given[0]} must be text, or for choice at least one of them.")
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is given."""
+        return next(name for name in self.__dataclass_fields__ if getattr(self, name) not in (None, False))
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How tokens are chosen and when to stop. Names and meanings are vLLM's.
 
     ``temperature`` 0 is greedy. ``top_k`` 0 (or -1), ``top_p`` 1 and ``min_p`` 0 are off; ``seed`` None draws one.
     ``repetition_penalty`` counts prompt and output, presence and frequency penalties output only. The text depends on
-    target, prompt and ``seed``.
+    target, prompt and ``seed``. ``structured_outputs`` constrains it: then it also ends ("stop") where nothing may
+    follow, before ``min_tokens`` too.
     """
 
     temperature: float = 0.0
@@ -64,6 +104,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; n: the emitted token's and the n most likely ones'
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         settled = {
@@ -90,6 +131,10 @@ class SamplingParams:
             (0 <= self.min_tokens <= self.max_tokens, f"min_tokens must be in [0, max_tokens], got {self.min_tokens}"),
             (all(self.stop), "stop strings must not be empty"),
             (self.logprobs is None or 0 <= self.logprobs <= 20, f"logprobs must be in [0, 20], got {self.logprobs}"),
+            (
+                isinstance(self.structured_outputs, StructuredOutputsParams | None),
+                f"structured_outputs must be StructuredOutputsParams, got {type(self.structured_outputs).__name__}",
+            ),
         ]
         for fine, message in checks:
             if not fine:  # NaN fails every comparison above, so it is caught here too

@@ -132,9 +132,9 @@ class World:
         return [ask for ask in self.asks if ask.error]
 
 
-def shake(stable: list[bool], logits: torch.Tensor, rows: Any, draft: Draft) -> Any:
+def shake(stable: list[bool], logits: torch.Tensor, rows: Any, draft: Draft, allowed: None) -> Any:
     """Chooses, and notes whether the choice is the same for logits that differ as rounding would make them."""
-    choice = choose(logits, rows, draft)
+    choice = choose(logits, rows, draft)  # nothing is constrained
     times = 12
     generator = torch.Generator().manual_seed(0)
     noise = 2e-4 * torch.randn(1, times, logits.shape[-1], generator=generator)

@@ -109,7 +109,8 @@ def test_messages_of_all_kinds(live):
 def test_nulls_and_harmless_fields_change_nothing(live):
     nothing = ("n", "stop", "logprobs", "top_p", "temperature", "tools", "logit_bias", "stream", "response_format")
     harmless = {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "tools": [],
-                "tool_choice": "auto", "parallel_tool_calls": True, "best_of": 1, "modalities": ["text"]}  # fmt: skip
+                "tool_choice": "auto", "parallel_tool_calls": True, "best_of": 1, "modalities": ["text"],
+                "top_logprobs": 0}  # fmt: skip
     for more in (dict.fromkeys(nothing), harmless, {"response_format": {"type": "text"}}):
         body = live.post(CHAT, json=chat(**more)).json()
         assert body["choices"][0]["message"]["content"] == expected()

@@ -141,8 +141,21 @@ def test_a_full_server_says_so_at_once():
 
 def test_two_choices_need_two_places():
     with serving(lambda: slow(max_running_requests=2), max_queued_requests=0) as server, streaming(server):
-        assert error_of(server.post(CHAT, json=chat(n=2)), 429)
+        assert "no room for 2 more" in error_of(server.post(CHAT, json=chat(n=2)), 429)["message"]
         assert server.post(CHAT, json=chat(max_tokens=2)).status_code == 200
+
+
+def test_requests_that_are_not_answers_yet_have_a_bound_too(live):
+    service = live.service
+    wait_for(lambda: service.open_requests == 0)
+    service.open_requests += 2 * service.places
+    try:
+        error = error_of(live.post(CHAT, json=chat()), 429)
+        assert error["code"] == "queue_full" and "being read or answered" in error["message"]
+        assert live.get("/health").status_code == 200
+    finally:
+        service.open_requests -= 2 * service.places
+    assert live.post(CHAT, json=chat(max_tokens=1)).status_code == 200
 
 
 # Not yet
@@ -274,8 +287,9 @@ def test_who_still_waits_for_the_tokenizer_at_the_end_is_told():
     assert server.finished
 
 
-def test_a_step_without_end_ends_with_the_second_signal(monkeypatch):
-    monkeypatch.setattr("eyas.server.lifecycle.FLUSH", 0.3)
+@pytest.mark.parametrize("signals, drain_timeout", [(1, 0.3), (2, 3600)], ids=["timeout", "told twice"])
+def test_a_step_without_end_ends_all_the_same(monkeypatch, signals, drain_timeout):
+    monkeypatch.setattr("eyas.server.lifecycle.FLUSH", 0.5)
     go_on, inside = threading.Event(), threading.Event()
 
     def stuck() -> LLM:
@@ -290,17 +304,18 @@ def test_a_step_without_end_ends_with_the_second_signal(monkeypatch):
         made.engine.step = stepping  # type: ignore[method-assign]
         return made
 
-    server = Live(stuck, drain_timeout=3600)
-    with ThreadPoolExecutor(1) as pool:
-        reply = pool.submit(server.post, CHAT, json=chat())
+    server = Live(stuck, drain_timeout=drain_timeout)
+    with ThreadPoolExecutor(2) as pool:
+        replies = [pool.submit(server.post, CHAT, json=chat(stream=stream)) for stream in (False, True)]
         assert inside.wait(PATIENCE)
-        for _ in range(2):
+        wait_for(lambda: server.service.in_flight == 2)
+        for _ in range(signals):
             server.tell_to_end()
+        for reply in replies:  # though the engine says nothing any more
+            assert error_of(reply.result(), 503)["code"] == "draining"
         server.ended()
         assert server.status == 1 and server.failure is None
         go_on.set()
-        with contextlib.suppress(httpx.HTTPError):
-            assert reply.result().status_code >= 500
 
 
 # What breaks

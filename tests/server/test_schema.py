@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, settings
 from server.live import MODEL, Live, model
 
 from eyas.server.app import make_app
+from eyas.server.pages import PAGES
 from eyas.server.service import Service
 from eyas.server.settings import Settings
 
 schemathesis = pytest.importorskip("schemathesis")
 checks = pytest.importorskip("schemathesis.checks")
-SCHEMA = schemathesis.openapi.from_dict(make_app(Service(Settings(MODEL))).app.openapi())  # type: ignore[attr-defined]
+APP: Any = make_app(Service(Settings(MODEL))).app
+SCHEMA = schemathesis.openapi.from_dict(APP.openapi())
 
 
 @pytest.fixture(scope="module")
@@ -31,3 +35,12 @@ def test_nothing_breaks_the_server(case, modest):
     case.validate_response(reply, checks=[checks.not_a_server_error])
     if reply.status_code >= 400 and reply.content:
         assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_every_address_but_the_pages_for_browsers_is_described():
+    served = {(method, route.path) for route in APP.routes for method in route.methods}
+    described = {(method.upper(), path) for path, item in APP.openapi()["paths"].items() for method in item}
+    own = {("GET", "/openapi.json"), ("HEAD", "/openapi.json")}
+    hidden = served - {(method, path.replace("{name}", "{name:path}")) for method, path in described}
+    assert {address for address in hidden if address[1] not in PAGES} == own
+    assert {path for _, path in described} >= {"/v1/chat/completions", "/v1/completions", "/tokenize", "/flush_cache"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -55,6 +55,9 @@ class Drafting:
     roots: torch.Tensor  # int64 [B] the last emitted tokens
     rows: Rows  # how each sequence chooses its tokens
     length: int  # rows to look at: at least lengths + what the draft writes (``drafted_rows``)
+    # Where sequences are constrained, what may follow nodes (int64 [B, F, depth], ``TreeBuilder.paths``) as
+    # ``draft_scores`` takes it. To be asked at every depth: what nobody may choose is no use in a draft.
+    allowed: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 def drafted_rows(shape: DraftShape) -> int:

@@ -86,7 +86,7 @@ class Eagle3Drafter:
         views, tips = self._slots(0, len(drafting.roots), drafting.length)
         if shape.eagle_topk > 1:
             return self._tree(views, tips, drafting, shape)
-        choose, steps, columns = self._choice(drafting.rows), shape.num_steps, self._columns(drafting.length)
+        choose, steps, columns = self._choice(drafting), shape.num_steps, self._columns(drafting.length)
         compiled_chain = self._compiled.get(("chain", len(drafting.roots), steps)) if choose is likeliest else None
         if compiled_chain is not None:
             tokens = compiled_chain(views, columns, tips, drafting.lengths, steps)
@@ -130,16 +130,20 @@ class Eagle3Drafter:
         """int64 [S]: the rows that are looked at."""
         return torch.arange(length, device=self.model.device)
 
-    def _choice(self, rows: Rows) -> Choose:
+    def _choice(self, drafting: Drafting) -> Choose:
         """How these sequences choose: by the largest logit, where nothing else can change which that is."""
+        rows, allowed = drafting.rows, drafting.allowed
         sampled = [g for g in rows.groups if not g.params.greedy or g.params.logit_bias or g.params.min_tokens]
-        if not sampled and not _any_history(rows):
+        ids, wanted = self.model.draft_to_target, allowed is not None or _any_history(rows)
+        if not sampled and not wanted:
             return likeliest
 
         def choose(logits: torch.Tensor, path: Sequence[torch.Tensor]) -> torch.Tensor:
-            paths = torch.stack([*path], dim=-1) if path and _any_history(rows) else None
-            scores = draft_scores(logits, rows, len(path), token_ids=self.model.draft_to_target, paths=paths)
-            return largest(scores)[1]
+            paths = drafting.roots.new_empty(len(logits), 1, 0)
+            if path and wanted:
+                paths = torch.stack([*path], dim=-1)
+            bits = allowed(paths) if allowed is not None else None
+            return largest(draft_scores(logits, rows, len(path), token_ids=ids, paths=paths, allowed=bits))[1]
 
         return choose
 
@@ -148,7 +152,7 @@ class Eagle3Drafter:
         model, lengths = self.model, drafting.lengths[:, None]
         builder = TreeBuilder(shape, drafting.roots)
         hidden, normed = (tip[:, None] for tip in tips)
-        frontier = self._expanded(builder, normed, drafting.rows, 0)
+        frontier = self._expanded(builder, normed, drafting, 0)
         count = frontier.tokens.shape[1]
         level = torch.arange(count, device=lengths.device)
         columns = self._columns(drafting.length)
@@ -163,13 +167,15 @@ class Eagle3Drafter:
                 seen[:, None],
                 StepCache(views, rows[:, 0], len(columns)),
             )
-            frontier = self._expanded(builder, normed, drafting.rows, depth)
+            frontier = self._expanded(builder, normed, drafting, depth)
         return builder.finish()
 
-    def _expanded(self, builder: TreeBuilder, normed: torch.Tensor, rows: Rows, depth: int) -> Frontier:
+    def _expanded(self, builder: TreeBuilder, normed: torch.Tensor, drafting: Drafting, depth: int) -> Frontier:
         """The next frontier, from the last one's ``normed`` [B, F, H]."""
-        paths, token_ids = builder.paths() if _any_history(rows) else None, self.model.draft_to_target
-        scores = draft_scores(self.model.logits(normed), rows, depth, token_ids=token_ids, paths=paths)
+        rows, token_ids = drafting.rows, self.model.draft_to_target
+        paths = builder.paths() if _any_history(rows) else None
+        bits = drafting.allowed(builder.paths()) if drafting.allowed is not None else None
+        scores = draft_scores(self.model.logits(normed), rows, depth, token_ids=token_ids, paths=paths, allowed=bits)
         return builder.expand(scores, token_ids)
 
     def _shapes(self) -> dict[int, LayerShape]:

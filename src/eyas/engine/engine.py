@@ -15,6 +15,7 @@ import torch
 
 from eyas.core import DraftShape, EyasError, Request, RequestError, SamplingParams, UsageError
 from eyas.drafter.contract import Drafter, drafted_rows
+from eyas.engine.grammar import Grammars
 from eyas.engine.policy import BatchView, Decision, Fixed, Off, Policy, StepReport, describe
 from eyas.engine.runner import Batch, Runner
 from eyas.engine.scheduler import Chunk, Plan, Scheduler, slot_bucket, slot_length
@@ -57,6 +58,7 @@ class Engine:
         self.shape = shape or DraftShape()
         self.context_length = context_length
         self.tokenizer, self.eos_ids = tokenizer, tuple(eos_ids)
+        self.grammars = Grammars(tokenizer, target.vocab_size, self.eos_ids)
         self.policy: Policy = policy or (Fixed(self.shape) if drafter else Off())
         shapes = (self.shape, *self.policy.shapes)
         # a whole draft accepted, and a plain step behind it
@@ -158,7 +160,8 @@ class Engine:
         try:
             batch = self.runner.batch(sequences[0].slot, sequences, starts, self.scheduler.readable)
             output = self.runner.read(pieces)
-            choice = choose(output.logits, batch.choosing, self.runner.roots(batch))
+            draft, allowed = self.runner.constrain(batch, self.runner.roots(batch))
+            choice = choose(output.logits, batch.choosing, draft, allowed)
             facts = torch.cat((choice.tokens, choice.finite.long()), dim=1).tolist()
         except Exception as error:
             if len(pieces) == 1:
@@ -214,7 +217,8 @@ class Engine:
         times.append(time.perf_counter())
         output = self.runner.verify(batch, draft)
         times.append(time.perf_counter())
-        choice = choose(output.logits, batch.choosing, draft)
+        draft, allowed = self.runner.constrain(batch, draft)  # while a GPU is at it
+        choice = choose(output.logits, batch.choosing, draft, allowed)
         acceptance = accept(draft, choice.tokens)
         self.runner.keep(batch, draft, acceptance, output.states)
         finite = choice.finite.gather(1, acceptance.path.gather(1, acceptance.counts[:, None] - 1))
@@ -348,6 +352,9 @@ class Engine:
         history = None
         if needs_history(sampling):
             history = TokenHistory.from_tokens(request.prompt_ids, request.output_ids, vocab, self.target.device)
+        grammar = None
+        if sampling.structured_outputs is not None:
+            grammar = self.grammars.start(sampling.structured_outputs, request.output_ids)
         text = TextStream(self.tokenizer, sampling.stop) if self.tokenizer is not None else None
         if text is not None:
             for count, token in enumerate(request.output_ids, start=1):
@@ -359,6 +366,7 @@ class Engine:
             stop_ids=self.stop_ids(sampling),
             text=text,
             history=history,
+            grammar=grammar,
             image_key=image_key(request.images) if request.images else "",
         )
 

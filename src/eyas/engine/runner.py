@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from eyas.core import Acceptance, Draft, DraftShape, RequestError
 from eyas.drafter.contract import Drafter, Drafting, TrueStates
+from eyas.engine.grammar import Grammar, allowed_after, allowed_below
 from eyas.engine.scheduler import Chunk, Copy, Layout
 from eyas.engine.sequence import Sequence
 from eyas.speculation.sampling import Rows, rows_of
@@ -32,6 +34,7 @@ class Batch:
     length: int  # rows of a slot that are looked at
     choosing: Rows
     members: Many[tuple[int, Sequence]]  # those that are there, each with its row
+    grammars: Many[tuple[int, Grammar]]  # of the constrained ones among them
 
 
 def catch_up_bucket(places: int, most: int) -> int:
@@ -181,7 +184,8 @@ class Runner:
 
     def batch(self, slot: int, rows: Many[Sequence | None], starts: Many[int], length: int) -> Batch:
         members = [(row, s) for row, s in enumerate(rows) if s is not None]
-        return Batch(slot, rows, starts, length, rows_of(rows, self.target.device), members)
+        grammars = [(row, s.grammar) for row, s in members if s.grammar is not None]
+        return Batch(slot, rows, starts, length, rows_of(rows, self.target.device), members, grammars)
 
     def catch_up(self, batch: Batch, at_least: int = 1) -> None:
         """The drafter reads the states that wait for it, of all sequences that it follows.
@@ -215,7 +219,8 @@ class Runner:
         self.catch_up(batch, shape.num_steps + 1)
         sequences = followed(batch)
         lengths, roots = self._tensor(batch.starts), self._roots(batch)
-        draft = self.drafter.propose(Drafting(sequences, lengths, roots, batch.choosing, batch.length), shape)
+        allowed = partial(allowed_below, batch.grammars) if batch.grammars else None
+        draft = self.drafter.propose(Drafting(sequences, lengths, roots, batch.choosing, batch.length, allowed), shape)
         # idle rows too: a token that breaks the target must not leave NaN in a slot that is free
         if alone := [row for row, s in enumerate(sequences) if s is None]:
             tokens = draft.tokens.clone()
@@ -240,6 +245,18 @@ class Runner:
             None if draft.parents is None else ancestor_mask(draft),
         )
         return self._forward(block)
+
+    def constrain(self, batch: Batch, draft: Draft) -> tuple[Draft, torch.Tensor | None]:
+        """What may follow each node, as ``choose`` takes it, and the draft without what cannot be: never accepted."""
+        if not batch.grammars:
+            return draft, None
+        allowed, wrong = allowed_after(batch.grammars, draft)
+        if not wrong:
+            return draft, allowed
+        tokens = draft.tokens.clone()
+        for row, node in wrong:
+            tokens[row, node] = NOBODYS
+        return Draft(tokens, draft.parents, draft.depths), allowed
 
     def keep(self, batch: Batch, draft: Draft, acceptance: Acceptance, states: torch.Tensor | None) -> None:
         """Keeps the accepted paths in the target's cache, and their states for the drafter."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from eyas.core import EyasError, Request, SamplingParams
+from eyas.engine.grammar import Grammar
 from eyas.engine.stats import AcceptanceStats
 from eyas.engine.text import TextStream
 from eyas.speculation.sampling import TokenHistory
@@ -53,6 +54,7 @@ class Sequence:
     stop_ids: tuple[int, ...]  # tokens that end the answer
     text: TextStream | None
     history: TokenHistory | None
+    grammar: Grammar | None = None  # behind the answer so far, where that is constrained
     image_key: str = ""  # what its images are, where it has any
     ids: list[int] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)
@@ -86,17 +88,21 @@ class Sequence:
         self.follows = self.decoding = False
 
     def append(self, token: int) -> str:
-        """Takes one more token of the answer, decides whether the answer ends with it, and returns its text."""
+        """Takes one more token of the answer, decides whether the answer ends with it, and returns its text.
+
+        Raises RequestError where a constraint can be followed no further.
+        """
         self.ids.append(token)
         self.output_ids.append(token)
         if self.history is not None:
             self.history = self.history.with_output([token])
+        complete = self.grammar is not None and self.grammar.accept(token)
         enough = len(self.output_ids) >= self.sampling.min_tokens
-        stopped, text = enough and token in self.stop_ids, ""
+        stopped, text = (enough or complete) and token in self.stop_ids, ""
         if self.text is not None and not stopped:  # a token that ends the answer is no part of its text
             text = self.text.push(token, may_stop=enough)
             stopped = enough and self.text.stopped
-        if stopped:
+        if stopped or complete:  # of a constraint nothing may follow, min_tokens or not
             self.finish_reason = "stop"
         elif len(self.ids) >= self._end:
             self.finish_reason = "length"

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import AsyncGenerator, Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from eyas.core import EyasError, Request, RequestError
+from eyas.core import EyasError, Request, RequestError, StructuredOutputsParams
 
 if TYPE_CHECKING:  # a server opens its port before it imports torch, which takes seconds
     from eyas.engine.llm import LLM
@@ -44,6 +44,8 @@ class AsyncLLM:
         def hear(news: Output | EyasError) -> None:
             tell(loop, inbox.put_nowait, news)
 
+        if request.sampling.structured_outputs is not None:
+            await self.compile(request.sampling.structured_outputs)
         self._send(lambda: self._add(request, hear))
         try:
             while True:
@@ -57,6 +59,13 @@ class AsyncLLM:
                     return
         finally:
             self._commands.put(lambda: self._drop(request.id, hear))
+
+    async def compile(self, constraint: StructuredOutputsParams) -> None:
+        """Has a constraint ready before it is needed, in a thread of its own: nobody else waits for that.
+
+        Raises RequestError for what cannot be one.
+        """
+        await asyncio.to_thread(self.llm.engine.grammars.compile, constraint)
 
     async def call(self, function: Callable[[], Any]) -> Any:
         """Runs something between two steps: whatever reads or changes the engine has to."""

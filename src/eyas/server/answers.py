@@ -74,7 +74,7 @@ class Answers(ABC):
                 **self.content(choice),
                 "logprobs": self.logprobs(choice, choice.tokens) if self.reports else None,
                 "finish_reason": choice.finish_reason,
-                **self._ids(choice.tokens),
+                **self._details(choice.tokens),
             }
             for choice in self.choices
         ]
@@ -84,15 +84,15 @@ class Answers(ABC):
     def chunks(self, number: int, output: Output) -> list[dict[str, Any]]:
         """What one output is to whoever reads the stream; nothing, as long as no text is certain."""
         choice = self.take(number, output)
-        made = []
+        made, details = [], self._details(output.emitted)
         if not choice.begun and (opening := self.opening()):
             made.append(self._chunk(choice, opening, None))
         told = {
             "logprobs": self.logprobs(choice, output.emitted) if self.reports else None,
             "finish_reason": output.finish_reason,
-            **self._ids(output.emitted),
+            **details,
         }
-        if output.text or output.finish_reason or self.reports or self.asked.return_token_ids:
+        if output.text or output.finish_reason or self.reports or details:
             made.append(self._chunk(choice, self.delta(output.text), told))
         if made and not choice.begun:
             made[0] = self.with_prompt_ids(made[0], [choice])
@@ -138,8 +138,12 @@ class Answers(ABC):
         """Whether log-probabilities are wanted: 0 of them are the emitted tokens' own."""
         return self.asked.logprobs is not None and self.asked.logprobs is not False
 
-    def _ids(self, tokens: Sequence[Emitted]) -> dict[str, Any]:
-        return {"token_ids": [token.token_id for token in tokens]} if self.asked.return_token_ids else {}
+    def _details(self, tokens: Sequence[Emitted]) -> dict[str, Any]:
+        """One entry for each token: a chunk's are those of one step."""
+        told: dict[str, Any] = {"token_ids": [t.token_id for t in tokens]} if self.asked.return_token_ids else {}
+        if self.asked.return_draft_positions:
+            told |= {"draft_positions": draft_positions(tokens), "token_texts": [token.text for token in tokens]}
+        return told
 
     # What the endpoints differ in
 
@@ -159,3 +163,11 @@ class Answers(ABC):
     @abstractmethod
     def with_prompt_ids(self, made: dict[str, Any], choices: Sequence[Choice]) -> dict[str, Any]:
         """``made`` with the prompts' token ids, where these were asked for."""
+
+
+def draft_positions(tokens: Sequence[Emitted]) -> list[int]:
+    """The place each token had in its draft, from 1 on; 0 for the target's own, one of which ends every step."""
+    positions: list[int] = []
+    for token in tokens:
+        positions.append((positions[-1] if positions else 0) + 1 if token.drafted else 0)
+    return positions

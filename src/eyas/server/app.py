@@ -16,24 +16,31 @@ from eyas.engine.serving import AsyncLLM
 from eyas.server.answers import Answers
 from eyas.server.chat import ChatAnswers
 from eyas.server.completions import CompletionAnswers
-from eyas.server.errors import JSON, ApiError, add_handlers
+from eyas.server.errors import JSON, add_handlers
 from eyas.server.gate import Gate
-from eyas.server.parameters import sampling_params
+from eyas.server.pages import add_pages
+from eyas.server.parameters import constraint, sampling_params
 from eyas.server.protocol import FIELDS, ChatRequest, CompletionRequest, ErrorBody, check_fields, prompts_of
 from eyas.server.record import Record
 from eyas.server.service import News, Service
 from eyas.server.stream import EventStream
+from eyas.server.tokens import FIELDS as TOKEN_FIELDS
+from eyas.server.tokens import add_tokens
+from eyas.server.upkeep import add_upkeep
 
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
 
 
 def make_app(service: Service) -> Gate:
-    """The ASGI application; there are no pages for a browser, which would load scripts from elsewhere."""
+    """The ASGI application. FastAPI's own pages are left out: they load scripts from elsewhere."""
     app = FastAPI(title="Eyas", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    add_handlers(app, FIELDS)
+    add_handlers(app, FIELDS | TOKEN_FIELDS)
     _add_completions(app, service)
     _add_models(app, service)
     _add_state(app, service)
+    add_tokens(app, service, responses=ERRORS)
+    add_upkeep(app, service, responses=ERRORS)
+    add_pages(app)
     return Gate(app, service)
 
 
@@ -60,7 +67,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{name:path}", responses=ERRORS)
     async def model(name: str) -> Response:
-        check_model(service, name)
+        service.check_model(name)
         return JSON(model_card(service))
 
 
@@ -82,31 +89,25 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
 def check(service: Service, asked: ChatRequest | CompletionRequest) -> AsyncLLM:
     """All that can be said before the prompt is read; the engine for whoever passes, who is let in from now on."""
-    if asked.model is not None:
-        check_model(service, asked.model)
+    service.check_model(asked.model)
     check_fields(asked)
     return service.check_open(asked.n * (len(prompts_of(asked.prompt)) if isinstance(asked, CompletionRequest) else 1))
 
 
-def check_model(service: Service, name: str) -> None:
-    if name != service.settings.model_name:
-        message = f"The model {name[:200]!r} is not served here: {service.settings.model_name!r} is."
-        raise ApiError(404, message, param="model", code="model_not_found")
-
-
 async def respond(service: Service, engine: AsyncLLM, answers: Answers, record: Record) -> Response:
     room, vocab_size = engine.llm.context_length, engine.llm.target.vocab_size
+    outputs = await constraint(engine, answers.asked)
     samplings = [
-        sampling_params(answers.asked, service.defaults, room - len(prompt.ids), vocab_size)
+        sampling_params(answers.asked, outputs, service.defaults, room - len(prompt.ids), vocab_size)
         for prompt in answers.prompts
     ]
     record.prompt_tokens = sum(len(prompt.ids) for prompt in answers.prompts)
-    outputs = service.answer(engine, answers.requests(samplings), record)
+    news = service.answer(engine, answers.requests(samplings), record)
     if answers.asked.stream:
         # the status goes out with the first token: what is wrong until then has a status of its own
-        return EventStream(chunks(answers, await anext(outputs), outputs, record), record)
-    async with aclosing(outputs):
-        async for number, output in outputs:
+        return EventStream(chunks(answers, await anext(news), news, record), record)
+    async with aclosing(news):
+        async for number, output in news:
             answers.take(number, output)
     record.cached_tokens = answers.cached_tokens
     return JSON(answers.whole())
@@ -149,6 +150,7 @@ async def described(service: Service) -> dict[str, Any]:
         "model_path": llm.name,
         "served_model_name": service.settings.model_name,
         "context_length": llm.context_length,
+        "has_image_understanding": llm.processor is not None,
         "dtype": str(llm.target.dtype).removeprefix("torch."),
         "device": str(llm.target.device),
         "max_running_requests": llm.engine.scheduler.max_running,

@@ -12,11 +12,12 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eyas.server.errors import ApiError, error_response, failed
+from eyas.server.pages import PAGES
 from eyas.server.record import LEFT, Record
 from eyas.server.service import Service
 from eyas.server.settings import MIB
 
-OPEN = frozenset({("GET", "/health")})  # without a key
+OPEN = frozenset({("GET", "/health"), *((method, page) for page in PAGES for method in ("GET", "HEAD"))})  # need no key
 WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 LINGER = 2.0  # seconds in which a refused body may still come: some clients read no answer before they have sent it
 
@@ -90,12 +91,14 @@ class Gate:
         if self._key is None:
             return
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        given = token.strip(" \t") if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         if not hmac.compare_digest(given.encode("latin-1"), self._key):
             message = "The API key is missing or wrong: send it as Authorization: Bearer KEY."
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     async def _read(self, headers: Headers, caller: Caller) -> bytes:
+        if no_body(headers):
+            return b""
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # other kinds can be sent by any page in a browser, unasked
             raise ApiError(415, "The body must be JSON, sent with Content-Type: application/json.", code="content_type")
@@ -127,6 +130,12 @@ class Gate:
 
 async def run(application: object) -> None:
     await application  # type: ignore[misc]  # ASGI says awaitable, a task takes coroutines
+
+
+def no_body(headers: Headers) -> bool:
+    """A page in a browser says its origin with whatever it posts: it must not get past like this."""
+    given = {"content-type", "transfer-encoding", "origin"} & {*headers}
+    return not given and headers.get("content-length", "0") == "0"
 
 
 def too_large(most: int) -> ApiError:

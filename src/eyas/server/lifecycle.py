@@ -105,14 +105,16 @@ async def run(service: Service, load: Callable[[], LLM], sock: socket.socket, st
 
 
 async def _finish(service: Service, server: Server, serving: asyncio.Task[None], stop: Stop) -> None:
-    draining = asyncio.create_task(service.drain(service.settings.drain_timeout))
+    timeout = service.settings.drain_timeout
+    draining = asyncio.create_task(service.drain(timeout))
     hurried = asyncio.create_task(stop.hurried.wait())
-    await asyncio.wait({draining, hurried}, return_when=asyncio.FIRST_COMPLETED)
-    if not draining.done():
+    await asyncio.wait({draining, hurried}, timeout=timeout + FLUSH, return_when=asyncio.FIRST_COMPLETED)
+    if hurried.done() and not draining.done():
         draining.cancel()
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(service.drain(0), FLUSH)
-    hurried.cancel()
+        draining = asyncio.create_task(service.drain(0))
+        await asyncio.wait({draining}, timeout=FLUSH)
+    for task in (draining, hurried):
+        task.cancel()
     server.should_exit = True
     await serving
 
@@ -138,11 +140,11 @@ def in_thread(load: Callable[[], LLM]) -> asyncio.Future[LLM]:
 
     def work() -> None:
         try:
-            result, error = load(), None
-        except BaseException as caught:
-            tell(loop, settle, future, None, caught)
+            result = load()
+        except BaseException as error:
+            tell(loop, settle, future, None, error)
         else:
-            tell(loop, settle, future, result, error)
+            tell(loop, settle, future, result, None)
 
     threading.Thread(target=work, name="eyas-loading", daemon=True).start()
     return future

@@ -10,6 +10,9 @@ from eyas.core import RequestError
 from eyas.server.errors import ApiError, refused
 from eyas.server.images import ImageReader
 from eyas.server.protocol import ChatRequest, CompletionRequest, ImageUrl, Message, Part, check_within, prompts_of
+from eyas.server.templates import Templated, check_settings
+from eyas.server.tokens import TokenizeRequest
+from eyas.target.images import encode_chat, has_images
 
 if TYPE_CHECKING:
     from eyas.engine.llm import LLM
@@ -34,12 +37,7 @@ class Encoder:
 
     def chat(self, asked: ChatRequest) -> list[Prompt]:
         """Raises ApiError for messages that the target or its chat template cannot take."""
-        reader = ImageReader()
-        messages = [self._message(message, f"messages[{n}]", reader) for n, message in enumerate(asked.messages)]
-        if any(isinstance(message["content"], list) for message in messages):  # templates take parts or text, not both
-            messages = [{**message, "content": as_parts(message["content"])} for message in messages]
-        self._check_length("messages", sum(len(text_of(message.content)) for message in asked.messages))
-        return [self._encode(messages, "messages")]
+        return [self._fitting(self._chat(asked.messages, asked.chat_template_kwargs), "messages")]
 
     def completion(self, asked: CompletionRequest) -> list[Prompt]:
         """One or several: text, token ids, or a list of either."""
@@ -47,21 +45,58 @@ class Encoder:
         if not prompts:
             raise refused("prompt", "prompt is an empty list: give at least one.")
         for prompt in prompts:
-            check_unicode(prompt if isinstance(prompt, str) else "", "prompt")
-            self._check_length("prompt", len(prompt) if isinstance(prompt, str) else 0)
-        return [self._encode(prompt, "prompt") for prompt in prompts]
+            self._check_text(prompt if isinstance(prompt, str) else "")
+        return [self._fitting(self._encode(prompt, "prompt"), "prompt") for prompt in prompts]
 
-    def _encode(self, content: Any, param: str) -> Prompt:
+    def tokens(self, asked: TokenizeRequest) -> tuple[list[int], list[str] | None]:
+        """Of text or messages, also of more than the context holds; their names where these are asked for."""
+        tokenizer = self._llm.tokenizer
+        if asked.messages is not None:
+            ids = self._chat(asked.messages, asked.chat_template_kwargs).ids
+        else:
+            assert asked.prompt is not None
+            self._check_text(asked.prompt)
+            ids = list(tokenizer(asked.prompt, add_special_tokens=asked.add_special_tokens)["input_ids"])
+        return ids, tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Special tokens included. Raises ApiError for tokens that there are not."""
+        room, vocab = self._llm.context_length, self._llm.target.vocab_size
+        if len(ids) > room:
+            raise refused("tokens", f"{len(ids):,} tokens are more than the context's {room:,}: ask for fewer at once.")
+        if any(not 0 <= i < vocab for i in ids):
+            raise refused("tokens", f"There are token ids outside the target's 0 to {vocab - 1}.")
+        return self._llm.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _chat(self, given: Sequence[Message], settings: Mapping[str, Any]) -> Prompt:
+        reader = ImageReader()
+        messages = [self._message(message, f"messages[{n}]", reader) for n, message in enumerate(given)]
+        if any(isinstance(message["content"], list) for message in messages):  # templates take parts or text, not both
+            messages = [{**message, "content": as_parts(message["content"])} for message in messages]
+        self._check_length("messages", sum(len(text_of(message.content)) for message in given))
+        return self._encode(messages, "messages", settings)
+
+    def _encode(self, content: Any, param: str, settings: Mapping[str, Any] | None = None) -> Prompt:
+        check_settings(settings or {}, self._llm.tokenizer)
         try:
-            prompt = Prompt(*self._llm.encode(content))
+            if not settings or (not self._sees and has_images(content)):  # the latter: it knows why it cannot
+                return Prompt(*self._llm.encode(content))
+            speakers = [Templated(speaker, settings) for speaker in (self._llm.tokenizer, self._llm.processor)]
+            return Prompt(*encode_chat(content, speakers[0], speakers[1]))
         except RequestError as error:
             raise refused(param, str(error)) from error
+
+    def _fitting(self, prompt: Prompt, param: str) -> Prompt:
         if not prompt.ids:
             raise refused(param, "The prompt is empty: give at least one token.")
         count, room = len(prompt.ids), self._llm.context_length
         if count >= room:
             raise too_long(param, f"{count:,} tokens, and the context holds {room:,} with the answer")
         return prompt
+
+    def _check_text(self, prompt: str) -> None:
+        check_unicode(prompt, "prompt")
+        self._check_length("prompt", len(prompt))
 
     def _check_length(self, param: str, characters: int) -> None:
         """Before it is split into tokens, which takes time."""

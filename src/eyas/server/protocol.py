@@ -45,13 +45,12 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("best_of", "length_penalty"), (1,)),
     **dict.fromkeys(("audio", "web_search_options", "reasoning_effort", "chat_template", "lora_path"), ()),
     **dict.fromkeys(("add_special_tokens", "truncate_prompt_tokens", "prompt_logprobs", "allowed_token_ids"), ()),
-    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
-    **dict.fromkeys(("json_schema", "regex", "ebnf", "custom_logit_processor", "return_hidden_states"), ()),
+    **dict.fromkeys(("structural_tag", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
+    **dict.fromkeys(("custom_logit_processor", "return_hidden_states"), ()),
     **dict.fromkeys(("repetition_detection", "cache_salt"), ()),
     "modalities": (["text"],),
     "verbosity": ("medium",),
     "suffix": ("",),
-    "chat_template_kwargs": ({},),
 }
 
 
@@ -71,8 +70,26 @@ class StreamOptions(Asked):
     continuous_usage_stats: bool = False
 
 
+class JsonSchema(Asked):
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool = Field(False, description="The schema is always kept to.")
+
+
 class ResponseFormat(Asked):
-    type: str
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Asked):
+    """vLLM's field: exactly one of these."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema.")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1, max_length=MOST, fail_fast=True)] | None = None
+    grammar: str | None = Field(None, description="Lark, or GBNF (EBNF).")
 
 
 class ImageUrl(Asked):
@@ -111,9 +128,17 @@ class Shared(Asked):
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] = []
     stop_token_ids: list[int] = Field([], max_length=64)
     ignore_eos: bool = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    json_schema: str | None = Field(None, description="As SGLang has it: a JSON schema as text.")
+    regex: str | None = Field(None, description="As SGLang has it.")
+    ebnf: str | None = Field(None, description="As SGLang has it.")
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = Field(False, description="As vLLM has it: token_ids of answers, and of prompts.")
+    return_draft_positions: bool = Field(
+        False, description="draft_positions of tokens (from 1; 0: the target's own) and their token_texts."
+    )
     speculation: Literal["auto", "off"] = Field(
         "auto", description="off decodes this request plainly: the text stays the same."
     )
@@ -129,10 +154,10 @@ class Shared(Asked):
 
 class ChatRequest(Shared):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST, fail_fast=True)]
+    chat_template_kwargs: dict[str, Any] = Field({}, description="What the target's chat template is told besides.")
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    response_format: ResponseFormat | None = None
 
 
 # millions of wrong entries are one error
@@ -144,7 +169,6 @@ PromptField = str | Texts | Ids | Annotated[list[Ids], Field(max_length=MOST, fa
 class CompletionRequest(Shared):
     prompt: PromptField
     logprobs: int | None = Field(None, ge=0, le=20)
-    response_format: ResponseFormat | None = None
 
     @field_validator("prompt", mode="wrap")
     @classmethod
@@ -166,10 +190,11 @@ class ErrorBody(BaseModel):
     error: ErrorObject
 
 
+PARTS = (Message, Part, ImageUrl, StreamOptions, ResponseFormat, JsonSchema, StructuredOutputs)
 FIELDS = frozenset(
-    name
-    for model in (ChatRequest, CompletionRequest, Message, Part, ImageUrl, StreamOptions, ResponseFormat)
-    for name in model.model_fields
+    field.alias or name
+    for model in (ChatRequest, CompletionRequest, *PARTS)
+    for name, field in model.model_fields.items()
 )
 
 
@@ -178,8 +203,8 @@ def prompts_of(prompt: Any) -> list[Any]:
     return [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
 
 
-def check_fields(asked: ChatRequest | CompletionRequest) -> None:
-    """Raises ApiError for what changes the meaning of a request and is not there, and for what nobody knows."""
+def check_known(asked: Asked) -> None:
+    """Raises ApiError for a field that changes the meaning of a request and is not there, and for one nobody knows."""
     for name, value in (asked.model_extra or {}).items():
         if name in HARMLESS or value in UNSUPPORTED.get(name, ()):
             continue
@@ -189,17 +214,21 @@ def check_fields(asked: ChatRequest | CompletionRequest) -> None:
         near = difflib.get_close_matches(name, type(asked).model_fields, 1)
         hint = f"do you mean {near[0]}?" if near else "see /openapi.json for what there is."
         raise refused(name, f"Unknown field {name!r}: {hint}", "unknown_parameter")
+
+
+def check_fields(asked: ChatRequest | CompletionRequest) -> None:
+    """Raises ApiError for fields that are not ours, in the request and its parts, and for some that need another."""
+    check_known(asked)
     if asked.stream_options:
         check_within(asked.stream_options, "stream_options")
-    if asked.response_format and asked.response_format.type != "text":
-        raise refused(
-            "response_format",
-            "response_format: this server does not constrain its output yet, only type 'text' is supported.",
-            "unsupported_parameter",
-        )
+    for name in ("response_format", "structured_outputs"):
+        if (part := getattr(asked, name)) is not None:
+            check_within(part, name)
+    if asked.response_format and asked.response_format.json_schema:
+        check_within(asked.response_format.json_schema, "response_format.json_schema")
     if asked.stream_options and not asked.stream:
         raise refused("stream_options", "stream_options is for streams only: set stream to true, or leave it out.")
-    if isinstance(asked, ChatRequest) and asked.top_logprobs is not None and not asked.logprobs:
+    if isinstance(asked, ChatRequest) and asked.top_logprobs and not asked.logprobs:
         raise refused("top_logprobs", "top_logprobs needs logprobs to be true.")
 
 

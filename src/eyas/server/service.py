@@ -37,6 +37,7 @@ class Service:
         self.open_requests = 0  # HTTP requests that were let in and are being answered
         self.in_flight = 0  # answers that the engine has, running or waiting
         self.image_bytes = 0  # of the images that they see
+        self._inboxes: set[asyncio.Queue[News | Exception]] = set()  # of those who wait for what the engine makes
         self._engine: AsyncLLM | None = None
         self._threads = ThreadPoolExecutor(1, "eyas-encode")  # one: a tokenizer is not for several at a time
 
@@ -48,13 +49,18 @@ class Service:
         self._engine, self.status = AsyncLLM(llm), "ready"
 
     async def drain(self, timeout: float) -> None:
-        """Lets nobody in any more, waits for those who are there, and ends those who are still there after that."""
+        """Lets nobody in any more, waits for those who are there, and tells those who are still there after that.
+
+        Ends with the step that is running then: who cannot wait for it cancels this.
+        """
         self.status = "draining"
         deadline = time.monotonic() + timeout
         while self.open_requests and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         if self._engine is not None:
             self._engine.close(wait=False)
+        for inbox in self._inboxes:  # the engine would say so, too, but only behind its step
+            inbox.put_nowait(self._gone())
         while not self.ended:
             await asyncio.sleep(0.02)
         self._threads.shutdown(wait=False)
@@ -91,6 +97,12 @@ class Service:
     def llm(self) -> LLM:
         return self.engine.llm
 
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError for a model that is not the one served; a request need not name one."""
+        if name is not None and name != self.settings.model_name:
+            message = f"The model {name[:200]!r} is not served here: {self.settings.model_name!r} is."
+            raise ApiError(404, message, param="model", code="model_not_found")
+
     def check_open(self, answers: int = 1) -> AsyncLLM:
         """The engine. Raises ApiError where so many more answers cannot be taken on."""
         engine = self.engine
@@ -102,10 +114,14 @@ class Service:
             raise refused(
                 None, f"A request for {answers} answers is too much: {self.places} can be in the queue in all."
             )
-        # the latter: some wait for the tokenizer, and some read slowly what is finished
-        if self.in_flight + answers > self.places or self.open_requests > 2 * self.places:
-            message = f"{self.in_flight} answers are running or waiting, {self.places} can be: try again in a moment."
-            raise later(429, message, "queue_full", 1)
+        most = 2 * self.places  # requests: some wait for the tokenizer, and some read slowly what is finished
+        if self.in_flight + answers > self.places:
+            full = f"{self.in_flight} answers are running or waiting, {self.places} can be: no room for {answers} more"
+        elif self.open_requests > most:
+            full = f"{self.open_requests} requests are being read or answered, {most} can be"
+        else:
+            return
+        raise later(429, f"{full}; try again in a moment.", "queue_full", 1)
 
     async def encode(self, engine: AsyncLLM, function: Callable[[A], T], asked: A) -> T:
         """Runs something that would keep everybody else waiting. Raises ApiError where the engine ends before it."""
@@ -124,6 +140,19 @@ class Service:
         engine = self._engine.llm.engine
         return await self._engine.call(lambda: Snapshot.of(engine))
 
+    async def forget(self) -> None:
+        """Empties the prefix cache. Raises ApiError while anything is being answered: that would fill it anew."""
+        engine = self.engine.llm.engine
+
+        def work() -> bool:
+            if engine.idle:
+                engine.forget()
+            return engine.idle
+
+        if not await self.engine.call(work):
+            message = "The prefix cache is emptied only while nothing is being answered: try again in a moment."
+            raise later(400, message, "not_idle", 1)
+
     async def answer(self, engine: AsyncLLM, requests: Sequence[Request], record: Record) -> AsyncGenerator[News, None]:
         """Yields what becomes of ``requests``, each by its number. Who leaves frees what they held at once.
 
@@ -135,6 +164,7 @@ class Service:
         if size and self.image_bytes and self.image_bytes + size > self.settings.max_image_bytes:
             raise later(429, "Too many images are waiting to be seen: try again in a moment.", "queue_full", 1)
         inbox: asyncio.Queue[News | Exception] = asyncio.Queue()
+        self._inboxes.add(inbox)
         self.in_flight += len(requests)
         self.image_bytes += size
         tasks = [asyncio.create_task(self._pump(engine, *pair, inbox, record)) for pair in enumerate(requests)]
@@ -149,6 +179,7 @@ class Service:
                 yield news
                 unfinished -= news[1].finish_reason is not None
         finally:
+            self._inboxes.discard(inbox)
             self.image_bytes -= size
             for task in tasks:
                 task.cancel()

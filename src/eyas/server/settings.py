@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from eyas.core import UsageError
 
@@ -15,7 +15,7 @@ class Settings:
     model_name: str
     host: str = "127.0.0.1"
     port: int = 30000  # 0: any that is free
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)  # whoever logs settings must not log it
     max_queued_requests: int = 256  # answers that wait for a place among the running ones
     max_body_bytes: int = 16 * MIB
     max_image_bytes: int = 2048 * MIB  # of requests that run or wait, as the target takes them

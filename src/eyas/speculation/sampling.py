@@ -101,6 +101,7 @@ class Group:
     seeds: tuple[int, ...]  # [n]
     stop_ids: tuple[int, ...]
     history: TokenHistory | None  # counts [V]; with one, the group is a single sequence
+    constrained: Tensor | None  # int64 [n], the members' places among the C constrained sequences of the batch
 
 
 @dataclass(frozen=True)
@@ -126,17 +127,20 @@ def rows_of(sequences: Sequence[Chooser | None], device: torch.device | str | No
         sequences: [B]; None is an idle row.
     """
     alike: dict[Any, list[int]] = {}
+    constrained: list[int] = []
     for row, sequence in enumerate(sequences):
         if sequence is None:
             continue
         params = sequence.sampling
+        if params.structured_outputs is not None:
+            constrained.append(row)
         key: Any = _settings(params)
         if params.min_tokens:  # nothing else reads the stop ids
             key = (key, sequence.stop_ids)
         if sequence.history is not None:
             key = row
         alike.setdefault(key, []).append(row)
-    return Rows(tuple([_group(sequences, rows, device) for rows in alike.values()]), len(sequences))
+    return Rows(tuple([_group(sequences, rows, constrained, device) for rows in alike.values()]), len(sequences))
 
 
 def needs_history(params: SamplingParams) -> bool:
@@ -152,11 +156,13 @@ def process_logits(
     token_ids: Tensor | None = None,
     history: TokenHistory | None = None,
     stop_ids: Sequence[int] = (),
+    allowed: Tensor | None = None,
 ) -> Tensor:
     """Log-weights of the distribution that ``params`` make of the logits.
 
-    The steps and their order are those of vLLM v1's sampler: logit bias, min_tokens, repetition, frequency and presence
-    penalties, temperature, min-p, top-k, top-p. Greedy ends before the temperature: the rest cannot change the argmax.
+    The steps and their order are those of vLLM v1's sampler: logit bias, the constraint, min_tokens, repetition,
+    frequency and presence penalties, temperature, min-p, top-k, top-p. Greedy ends before the temperature: the rest
+    cannot change the argmax.
     Tokens *tied* with the last one inside top-k or top-p stay too. That makes the result independent of a sort's whims
     and of the order of the vocabulary; vLLM's own implementations differ among themselves here.
 
@@ -167,6 +173,8 @@ def process_logits(
         history: needed if ``needs_history(params)``; counts [V] or [N, V] over target ids.
         stop_ids: what must not be generated before ``min_tokens`` (end-of-sequence and stop tokens). Ids without a
             column are passed over, here and in the bias (``check_bias`` refuses those outside the vocabulary).
+        allowed: bool [N, V'], what a constraint lets follow; None: everything. Where that is nothing but stop tokens,
+            the answer is complete, and ``min_tokens`` does not count.
 
     Returns:
         float32 [N, V'], unnormalised, -inf where cut; may be ``logits`` itself if nothing applies.
@@ -177,8 +185,10 @@ def process_logits(
     x = logits.float()
     if params.logit_bias:
         x = x + _bias(params, x.shape[1], token_ids, x.device)
+    if allowed is not None:  # behind the bias, which may be infinite
+        x = x.masked_fill(~allowed, _NEVER)
     if params.min_tokens and stop_ids:
-        x = _without_early_stops(x, params.min_tokens, output_indices, token_ids, stop_ids)
+        x = _without_early_stops(x, params.min_tokens, output_indices, token_ids, stop_ids, allowed)
     if needs_history(params):
         x = _penalised(x, params, token_ids, history)
     if params.greedy:
@@ -204,6 +214,7 @@ def perturbed(
     token_ids: Tensor | None = None,
     history: TokenHistory | None = None,
     stop_ids: Sequence[int] = (),
+    allowed: Tensor | None = None,
 ) -> Tensor:
     """Processed log-weights plus each request's Gumbel noise: their argmax is an exact sample (the Gumbel-max trick).
 
@@ -214,7 +225,13 @@ def perturbed(
     errors and the result are as for ``process_logits``.
     """
     weights = process_logits(
-        logits, params, output_indices=output_indices, token_ids=token_ids, history=history, stop_ids=stop_ids
+        logits,
+        params,
+        output_indices=output_indices,
+        token_ids=token_ids,
+        history=history,
+        stop_ids=stop_ids,
+        allowed=allowed,
     )
     if params.greedy:
         return weights
@@ -223,14 +240,15 @@ def perturbed(
     if token_ids is None:
         token_ids = torch.arange(logits.shape[1], device=logits.device)
     indices = torch.as_tensor(output_indices, dtype=torch.int64, device=logits.device)
-    if logits.device.type == "cpu" and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0):
+    cut = params.top_k > 0 or params.top_p < 1 or params.min_p > 0 or allowed is not None
+    if cut and logits.device.type == "cpu":
         # Few tokens are left: only they need noise. (On a GPU, waiting for their number costs more than the noise.)
         left = (weights > _NEVER).any(0).nonzero()[:, 0]
         return weights.index_add(1, left, gumbel(seeds, indices, token_ids[left]))
     return gumbel(seeds, indices, token_ids).add_(weights)
 
 
-def choose(logits: Tensor, rows: Rows, draft: Draft) -> Choice:
+def choose(logits: Tensor, rows: Rows, draft: Draft, allowed: Tensor | None = None) -> Choice:
     """THE target's choice after each node, in plain decoding (a draft of nothing but the root) and verification alike.
 
     Ties go to the lowest token id. It never raises for what the tensors hold and never waits for a GPU: ``Choice`` says
@@ -240,6 +258,8 @@ def choose(logits: Tensor, rows: Rows, draft: Draft) -> Choice:
         logits: any float dtype [B, N, V].
         rows: of the same B sequences.
         draft: [B, N], each rooted at the token before its sequence's next one.
+        allowed: int32 [C, N, W], for the C constrained sequences, in the order of their rows, a bit for each token
+            that may follow a node (bit ``v % 32`` of word ``v // 32``). Needed where there are any.
     """
     best, tokens = largest(logits)  # of all rows: that is cheaper than to gather some
     finite = best.isfinite()
@@ -250,13 +270,19 @@ def choose(logits: Tensor, rows: Rows, draft: Draft) -> Choice:
         depths = depths.expand(logits.shape[:2])
         paths = path_tokens(draft) if any(group.history is not None for group in others) else None
     for group in others:
-        best, own = largest(_scores(logits, group, depths, paths=paths))
+        best, own = largest(_scores(logits, group, depths, paths=paths, allowed=allowed))
         tokens[group.members] = own.where(finite[group.members] & best.isfinite(), -1)
     return Choice(tokens, finite)
 
 
 def draft_scores(
-    logits: Tensor, rows: Rows, depth: int, *, token_ids: Tensor | None = None, paths: Tensor | None = None
+    logits: Tensor,
+    rows: Rows,
+    depth: int,
+    *,
+    token_ids: Tensor | None = None,
+    paths: Tensor | None = None,
+    allowed: Tensor | None = None,
 ) -> Tensor:
     """What a drafter ranks its tokens by: its own ``perturbed`` log-weights, with the noise that the target will use.
 
@@ -267,6 +293,7 @@ def draft_scores(
         token_ids: int64 [V'], the target ids of the columns. None: column = id.
         paths: int64 [B, F, depth], the tokens from below the root to each node (``TreeBuilder.paths``), for penalties.
             None: they are not counted.
+        allowed: int32 [C, F, W] as for ``choose``, over target ids.
 
     Returns:
         float32 [B, F, V'], not normalised, -inf where cut; may be ``logits`` itself if nothing applies.
@@ -276,10 +303,10 @@ def draft_scores(
         return logits.float()
     depths = torch.full(logits.shape[:2], depth, device=logits.device)
     if others[0].everyone:
-        return _scores(logits, others[0], depths, token_ids, paths)
+        return _scores(logits, others[0], depths, token_ids, paths, allowed)
     scores = logits.to(torch.float32, copy=True)
     for group in others:
-        scores[group.members] = _scores(logits, group, depths, token_ids, paths)
+        scores[group.members] = _scores(logits, group, depths, token_ids, paths, allowed)
     return scores
 
 
@@ -292,7 +319,7 @@ def no_choice(finite: bool, index: int) -> EyasError:
         )
     return RequestError(
         f"the sampling parameters leave no token to choose for output token {index}: "
-        "logit_bias and min_tokens rule out or overflow every candidate"
+        "logit_bias, min_tokens and structured_outputs rule out or overflow every candidate"
     )
 
 
@@ -330,14 +357,18 @@ def _settings(params: SamplingParams) -> tuple[Any, ...]:
     if settings is None:
         cuts = () if params.greedy else (params.temperature, params.min_p, params.top_k, params.top_p)
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        settings = (cuts, penalties, params.min_tokens, tuple(sorted(params.logit_bias.items())))
+        constrained = params.structured_outputs is not None  # by what is each one's own affair
+        settings = (cuts, penalties, params.min_tokens, tuple(sorted(params.logit_bias.items())), constrained)
         params.__dict__["_settings"] = settings
     return settings
 
 
-def _group(sequences: Sequence[Chooser | None], rows: list[int], device: torch.device | str | None) -> Group:
+def _group(
+    sequences: Sequence[Chooser | None], rows: list[int], constrained: list[int], device: torch.device | str | None
+) -> Group:
     members = [sequence for row in rows if (sequence := sequences[row]) is not None]
     everyone = len(rows) == len(sequences)
+    places = [constrained.index(row) for row in rows] if members[0].sampling.structured_outputs is not None else None
     return Group(
         params=members[0].sampling,
         members=torch.arange(len(rows), device=device) if everyone else torch.tensor(rows, device=device),
@@ -346,23 +377,36 @@ def _group(sequences: Sequence[Chooser | None], rows: list[int], device: torch.d
         seeds=tuple([member.sampling.seed for member in members]),
         stop_ids=members[0].stop_ids,
         history=members[0].history,
+        constrained=None if places is None else torch.tensor(places, device=device),
     )
 
 
 def _takes_logits_as_they_are(params: SamplingParams) -> bool:
     """Whether ``perturbed`` changes nothing."""
-    return params.greedy and not (params.logit_bias or params.min_tokens or needs_history(params))
+    if not params.greedy or params.structured_outputs is not None:
+        return False
+    return not (params.logit_bias or params.min_tokens or needs_history(params))
 
 
 def _scores(
-    logits: Tensor, group: Group, depths: Tensor, token_ids: Tensor | None = None, paths: Tensor | None = None
+    logits: Tensor,
+    group: Group,
+    depths: Tensor,
+    token_ids: Tensor | None = None,
+    paths: Tensor | None = None,
+    allowed: Tensor | None = None,
 ) -> Tensor:
-    """float32 [n, N, V']: ``perturbed`` for the members of a group. Logits, depths and paths are the whole batch's."""
+    """float32 [n, N, V']: ``perturbed`` for the members of a group. All other tensors are the whole batch's."""
     if not group.everyone:
         logits, depths = logits[group.members], depths[group.members]
     history = group.history
     if history is not None and paths is not None:
         history = history.extended(paths[group.members][0])
+    own = None
+    if group.constrained is not None:
+        if allowed is None:
+            raise ValueError("there are constrained sequences, and nothing says what they allow")
+        own = _unpacked(allowed[group.constrained].flatten(0, 1), logits.shape[-1], token_ids)
     scores = perturbed(
         logits.flatten(0, 1),
         group.params,
@@ -371,8 +415,17 @@ def _scores(
         token_ids=token_ids,
         history=history,
         stop_ids=group.stop_ids,
+        allowed=own,
     )
     return scores.view(logits.shape)
+
+
+def _unpacked(bits: Tensor, width: int, token_ids: Tensor | None) -> Tensor:
+    """bool [N, V'] of int32 [N, W]: the bits of the tokens that the ``width`` columns stand for."""
+    if token_ids is None:
+        every = (bits[:, :, None] >> torch.arange(32, device=bits.device, dtype=bits.dtype)) & 1
+        return every.flatten(1)[:, :width].bool()
+    return ((bits[:, token_ids // 32] >> (token_ids % 32).to(bits.dtype)) & 1).bool()
 
 
 def _bias(params: SamplingParams, width: int, token_ids: Tensor | None, device: torch.device) -> Tensor:
@@ -391,10 +444,13 @@ def _without_early_stops(
     output_indices: Tensor | Sequence[int],
     token_ids: Tensor | None,
     stop_ids: Sequence[int],
+    allowed: Tensor | None,
 ) -> Tensor:
     early = torch.as_tensor(output_indices, device=x.device) < min_tokens
     columns = torch.arange(x.shape[1], device=x.device) if token_ids is None else token_ids
     stops = (_on(x.device, stop_ids, torch.int64)[:, None] == columns).any(0)
+    if allowed is not None:
+        early = early & (allowed & ~stops).any(-1)
     return x.masked_fill(early[:, None] & stops, _NEVER)
 
 
