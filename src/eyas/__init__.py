@@ -14,14 +14,23 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from eyas.core import DraftShape, EyasError, SamplingParams
+from eyas.core import DraftShape, EyasError, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from eyas.engine.custom_generate import custom_generate
     from eyas.engine.llm import LLM, Completion, load
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Completion", "DraftShape", "EyasError", "SamplingParams", "custom_generate", "load"]
+__all__ = [
+    "LLM",
+    "Completion",
+    "DraftShape",
+    "EyasError",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "custom_generate",
+    "load",
+]
 
 # These need torch, which takes seconds to import: only when asked for.
 _LAZY = {

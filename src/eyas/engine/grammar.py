@@ -1,7 +1,7 @@
 """Constrained output: what a request's grammar lets follow each node of a draft.
 
-The grammars are llguidance's (the extra ``serve``): one wheel that needs nothing else, which names the keywords of a
-schema that it lacks; xgrammar brings a compiler's runtime along and passes over such keywords in silence.
+The grammars are llguidance's (the extra ``serve``): one wheel that needs nothing else, and that names the keywords of a
+schema that it lacks. xgrammar would bring a compiler's runtime along.
 """
 
 from __future__ import annotations
