@@ -8,14 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cli import tiny
+from engine.harness import truth
 from safetensors.numpy import load_file, save_file
-from training.taught import PROMPTS, taught
+from training.taught import LENGTHS, NAME, taught
 
 from eyas.drafter import storage
 from eyas.drafter.checkpoint import Checkpoint
 from eyas.drafter.dialects import read
 
-QUESTIONS = [tiny.tokenizer().decode(ids) for ids in PROMPTS[:3]]  # whose answers the drafter was taught
+TAUGHT = [truth(NAME, length=length) for length in LENGTHS[:3]]  # questions whose answers the drafter was taught
+QUESTIONS = [
+    tiny.tokenizer().decode([*told.prompt, *told.tokens[:known]]) for told in TAUGHT for known in (0, 12, 24, 36)
+]
 IDS = "eagle_aux_hidden_state_layer_ids"
 RIGHT, LOW = (1, 2, 4), (0, 1, 3)  # entry ids: as taught, and one lower
 
@@ -30,7 +34,7 @@ def plain(tmp_path_factory) -> Path:
 def asked(tmp_path) -> tuple[object, ...]:
     file = tmp_path / "birds.jsonl"
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in QUESTIONS))
-    return ("--prompts", file, "--max-tokens", 24)
+    return ("--prompts", file, "--limit", len(QUESTIONS), "--max-tokens", 24)
 
 
 def saved(folder: Path, kind: str = "standard", dialect: str = "sglang") -> Path:
@@ -66,7 +70,7 @@ def test_a_sound_drafter(eyas, plain, asked, tmp_path):
     found = readings(ran)
     assert set(found) == {"as read", "shift -1", "norm_before_residual true", "norm_output true"}
     assert found["as read"]["layer_ids"] == list(RIGHT) and found["shift -1"]["layer_ids"] == list(LOW)
-    assert found["as read"]["acceptance_length"] > 1.2 and found["as read"]["emitted"] == 3 * 23
+    assert found["as read"]["acceptance_length"] > 1.2 and found["as read"]["emitted"] == len(QUESTIONS) * 23
     low, high = found["shift -1"]["better"]
     gain = found["shift -1"]["agreement"] - found["as read"]["agreement"]
     assert low <= gain <= high < 0
@@ -115,6 +119,15 @@ def test_a_d2t_of_ids(eyas, plain, asked, tmp_path, mask):
     assert np.array_equal(d2t + np.arange(40), ids)
 
 
+def test_a_d2t_of_ids_that_are_no_offsets(eyas, plain, asked, tmp_path):
+    """As in real vocabularies: read as offsets they lead outside. (They are not the tokens that it was taught.)"""
+    ids = np.arange(120, 160)
+    source = remapped(saved(tmp_path / "d", "reduced vocabulary"), d2t=ids, t2d=None)
+    ran = eyas("probe", plain, source, *asked, "--json")
+    assert ran.code == 1, ran.err
+    assert set(readings(ran)) == {"d2t as ids"} and "as read it cannot be used" in verdict(ran)["left_out"][-1]
+
+
 def test_a_missing_d2t_follows_from_t2d(eyas, plain, asked, tmp_path):
     source = remapped(saved(tmp_path / "d", "reduced vocabulary"), d2t=None)
     ran = eyas("probe", plain, source, *asked, "--json")
@@ -126,6 +139,23 @@ def test_a_flag_that_was_lost(eyas, plain, asked, tmp_path):
     ran = eyas("probe", plain, source, *asked, "--json")
     assert ran.code == 1 and verdict(ran)["name"] == "norm_before_residual true"
     assert verdict(ran)["change"] == {"norm_before_residual": True}
+
+
+def test_a_flag_that_makes_no_difference_is_said_to_be_unsure(eyas, plain, asked, tmp_path):
+    """What norm_output does not norm, norm_before_residual does."""
+    source = edited(saved(tmp_path / "d", "two layers, all norms", "vllm"), norm_output=False)
+    ran = eyas("probe", plain, source, *asked, "--json")
+    assert ran.code == 0 and verdict(ran)["name"] == "as read"
+    assert "no sure difference to norm_output true:" in verdict(ran)["text"]
+
+
+def test_a_rope_that_was_lost(eyas, plain, asked, tmp_path):
+    lost = {"rope_type": "default", "rope_theta": 1.5}
+    source = edited(saved(tmp_path / "d"), rope_theta=1.5, rope_parameters=lost)
+    ran = eyas("probe", plain, source, *asked, "--write", tmp_path / "out", "--json")
+    assert ran.code == 1 and verdict(ran)["name"] == "RoPE of the target"
+    assert verdict(ran)["change"] == {"rope_theta": 10000.0, "rope_parameters": {**lost, "rope_theta": 10000.0}}
+    assert read(Checkpoint.open(tmp_path / "out")).config.rope["rope_theta"] == 10000.0
 
 
 def test_a_drafter_of_something_else(eyas, plain, asked, drafter, tmp_path):

@@ -59,7 +59,7 @@ def changed(good: Path, edit: Callable[[dict[str, Any]], None]) -> Path:
 
 def probe(python: str, drafter: Path, *arguments: object) -> tuple[int, list[dict[str, Any]]]:
     command = [sys.executable, "-m", "eyas", "probe", "smollm2", str(drafter), "--engine", "vllm", "--engine-python"]
-    command += [python, "--dtype", "float32", "--limit", "2", "--max-tokens", "24", "--json", *map(str, arguments)]
+    command += [python, "--dtype", "float32", "--limit", "4", "--max-tokens", "24", "--json", *map(str, arguments)]
     ran = subprocess.run([*command, "--", *FLAGS], env={**os.environ, **QUICK}, capture_output=True, text=True)
     records = [json.loads(line) for line in ran.stdout.splitlines()]
     assert records and records[-1]["kind"] == "trace", ran.stderr[-4000:]
@@ -89,7 +89,7 @@ def test_ids_that_are_one_too_low(python, good):
     fault = records[-1]["fault"]
     assert (code, verdict(records), fault["stage"]) == (1, "shift +1", "states")
     assert fault["captured"] == [1, 14, 26] and "trained on [2, 15, 27]" in fault["text"]
-    assert "feeds what the checkpoint names" in fault["fix"]
+    assert "does what the checkpoint says" in fault["fix"] and "--write OUT" in fault["fix"]
 
 
 def test_a_d2t_of_another_order(python, good):

@@ -21,7 +21,8 @@ def activate() -> None:
 def wrap(cls: type) -> None:
     if hasattr(cls, "combine_hidden_states") and hasattr(cls, "compute_logits"):
         trace.replace(cls, "combine_hidden_states", _combine)
-        trace.replace(cls, "embed_input_ids", _embed)
+        if hasattr(cls, "embed_input_ids"):  # older versions have another name for it
+            trace.replace(cls, "embed_input_ids", _embed)
         trace.replace(cls, "forward", _forward)
         trace.replace(cls, "compute_logits", _logits)
 

@@ -24,6 +24,7 @@ from eyas.target.adapter import HFTarget
 
 _SPELLED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 FILES = ("config.json", "model.safetensors")
+_SAID = ("aux_layer_ids", "rope", "norm_before_residual", "norm_output")  # what hypotheses change, and a config says
 
 
 def drafter_of(target: HFTarget, path: Path, ids: tuple[int, ...] | None) -> Eagle3Model:
@@ -44,7 +45,6 @@ def changed(model: Eagle3Model, hypothesis: Hypothesis) -> Eagle3Model:
     state = model.state_dict()
     if hypothesis.ids is not None:
         state["draft_to_target"] = torch.from_numpy(hypothesis.ids).to(model.device)
-    state |= {name: value.to(model.device, model.dtype) for name, value in hypothesis.tensors.items()}
     with torch.device("meta"):
         made = Eagle3Model(hypothesis.config)
     made.load_state_dict(state, assign=True)
@@ -62,7 +62,7 @@ def write(checkpoint: Checkpoint, reading: Reading, hypothesis: Hypothesis, out:
     ids, vocab = hypothesis.ids, hypothesis.config.vocab_size
     maps = {} if ids is None else writing.vocabulary_maps(ids, vocab)
     dialect = dialect_for(hypothesis.config, reading.dialect)
-    config, entries = hypothesis.config, _entries(checkpoint, reading, hypothesis, maps, dialect)
+    config, entries = hypothesis.config, _entries(checkpoint, reading, maps, dialect)
     kinds = [entry.dtype for entry in entries if entry.dtype in _SPELLED]
     verifier = (checkpoint.config.get("speculators_config") or {}).get("verifier")
     said = writing.config_json(config, dialect, _SPELLED[max(set(kinds), key=kinds.count)], verifier)
@@ -72,8 +72,9 @@ def write(checkpoint: Checkpoint, reading: Reading, hypothesis: Hypothesis, out:
             text = json.dumps(record.carried(checkpoint.config, dialect) | said, indent=2)
             (folder / "config.json").write_text(text + "\n", encoding="utf-8")
             again = dialects.read(Checkpoint.open(folder))
-            if again.problems or again.config.aux_layer_ids != config.aux_layer_ids:
-                raise CheckpointError(f"{place}: was not written: {'; '.join(again.problems) or 'other layer ids'}")
+            lost = [f"another {name}" for name in _SAID if getattr(again.config, name) != getattr(config, name)]
+            if why := [*again.problems, *lost]:
+                raise CheckpointError(f"{place}: was not written, since it would read otherwise: {'; '.join(why)}")
     except OSError as error:
         raise CheckpointError(f"{place}: cannot be written: {error}") from error
     return dialect
@@ -106,16 +107,10 @@ def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> Any:
 
 
 def _entries(
-    checkpoint: Checkpoint,
-    reading: Reading,
-    hypothesis: Hypothesis,
-    maps: Mapping[str, np.ndarray[Any, Any]],
-    dialect: str,
+    checkpoint: Checkpoint, reading: Reading, maps: Mapping[str, np.ndarray[Any, Any]], dialect: str
 ) -> list[Entry]:
-    kept = [name for name in reading.names if name not in (*MAPS, *hypothesis.tensors)]
+    kept = [name for name in reading.names if name not in MAPS]
     entries = [_copied(checkpoint, reading.names[name], writing.tensor_name(name, dialect)) for name in kept]
-    made = {writing.tensor_name(name, dialect): value for name, value in hypothesis.tensors.items()}
-    entries += [_tensor(name, value) for name, value in made.items()]
     kinds = {"d2t": "I64", "t2d": "BOOL"}
     return entries + [_bytes(name, kinds[name], values.shape, values.tobytes()) for name, values in maps.items()]
 
@@ -125,18 +120,5 @@ def _copied(checkpoint: Checkpoint, original: str, name: str) -> Entry:
     return Entry(name, tensor.dtype, tensor.shape, tensor.nbytes, lambda: checkpoint.raw(original))
 
 
-def _tensor(name: str, value: torch.Tensor) -> Entry:
-    kept = value.detach().cpu().contiguous()
-    kind = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[kept.dtype]
-    return _bytes(name, kind, tuple(kept.shape), kept.view(torch.uint8).numpy().tobytes())
-
-
 def _bytes(name: str, dtype: str, shape: tuple[int, ...], content: bytes) -> Entry:
     return Entry(name, dtype, shape, len(content), lambda: [memoryview(content)])
-
-
-def same_map(one: Hypothesis, other: Hypothesis) -> bool:
-    """Whether both read the draft vocabulary alike."""
-    if one.ids is None or other.ids is None:
-        return one.ids is other.ids
-    return np.array_equal(one.ids, other.ids)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,44 +16,38 @@ from eyas.drafter.checkpoint import Checkpoint
 from eyas.drafter.config import Eagle3Config, resolve_layer_ids
 from eyas.drafter.dialects import Reading
 
-if TYPE_CHECKING:
-    import torch
-
 AS_READ = "as read"
-EMBEDDING = "embed_tokens.weight"
 
 
 @dataclass(frozen=True)
 class Hypothesis:
     """``config`` with resolved layer ids; ``ids`` int64 [D], the target's id of each draft token, None: unchanged.
 
-    ``tensors`` are weights by Eyas's names in place of the checkpoint's. ``meaning``: what went wrong if it is right.
+    ``meaning``: what went wrong if it is right; ``stage``: where a trace of an engine that reads the checkpoint as it
+    is then differs (trace.STAGES).
     """
 
     name: str
     meaning: str
     config: Eagle3Config
+    stage: str = ""
     ids: vocabulary.Ids | None = None
-    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the target and the checkpoint's maps say. ``scaled``: the target's embedding as its code gives it, where
-    that is not the weight.
-    """
+    """What the target and the checkpoint's maps say."""
 
     layers: int
     rope: Mapping[str, Any]
     maps: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
-    scaled: torch.Tensor | None = None
 
 
 def as_read(checkpoint: Checkpoint, reading: Reading, layers: int) -> Hypothesis:
     """What the checkpoint says. Raises CheckpointError where its layers are not the target's."""
     config = replace(reading.config, aux_layer_ids=resolve_layer_ids(reading.config, layers))
     d2t = maps_of(checkpoint, reading).get("d2t")
-    return Hypothesis(AS_READ, "", config, None if d2t is None else vocabulary.ids_from_offsets(d2t))
+    return Hypothesis(AS_READ, "", config, ids=None if d2t is None else vocabulary.ids_from_offsets(d2t))
 
 
 def maps_of(checkpoint: Checkpoint, reading: Reading) -> dict[str, np.ndarray[Any, Any]]:
@@ -71,7 +65,6 @@ def others(read: Hypothesis, known: Facts) -> Iterator[Hypothesis | str]:
         rope_of_target(read, known.rope),
         normed_residual(read),
         normed_output(read),
-        scaled_embedding(read, known.scaled),
     )
     yield from (hypothesis for hypothesis in made if hypothesis is not None)
 
@@ -82,7 +75,8 @@ def shifted(read: Hypothesis, by: int, layers: int) -> Hypothesis | str:
     if min(ids) < 0 or max(ids) > layers:
         return f"shift {by:+d} was left out: entry ids {list(ids)} are not all within 0..{layers}"
     what = "output ids that were taken for entry ids" if by > 0 else "entry ids that were taken for output ids"
-    return Hypothesis(f"shift {by:+d}", f"its layer ids are {what}", replace(read.config, aux_layer_ids=ids), read.ids)
+    config = replace(read.config, aux_layer_ids=ids)
+    return replace(read, name=f"shift {by:+d}", meaning=f"its layer ids are {what}", stage="states", config=config)
 
 
 def offsets_are_ids(read: Hypothesis, d2t: np.ndarray[Any, Any] | None) -> Hypothesis | None:
@@ -92,7 +86,7 @@ def offsets_are_ids(read: Hypothesis, d2t: np.ndarray[Any, Any] | None) -> Hypot
     ):
         return None
     meaning = "its d2t holds target ids, where engines read offsets from the draft id"
-    return replace(read, name="d2t as ids", meaning=meaning, ids=np.asarray(d2t, dtype=np.int64))
+    return replace(read, name="d2t as ids", meaning=meaning, stage="d2t", ids=np.asarray(d2t, dtype=np.int64))
 
 
 def ids_from_mask(read: Hypothesis, t2d: np.ndarray[Any, Any] | None) -> Hypothesis | None:
@@ -102,35 +96,27 @@ def ids_from_mask(read: Hypothesis, t2d: np.ndarray[Any, Any] | None) -> Hypothe
     if len(members) != read.config.draft_vocab_size or same:
         return None
     meaning = "its d2t is missing, damaged or of another drafter; t2d names the draft vocabulary"
-    return replace(read, name="d2t from t2d", meaning=meaning, ids=members.astype(np.int64))
+    return replace(read, name="d2t from t2d", meaning=meaning, stage="d2t", ids=members.astype(np.int64))
 
 
 def rope_of_target(read: Hypothesis, rope: Mapping[str, Any]) -> Hypothesis | None:
     if dict(rope) == dict(read.config.rope) or replace(read.config, rope=rope).problems():
         return None
     meaning = "its config lost the RoPE that it was trained with, which is the target's"
-    return replace(read, name="RoPE of the target", meaning=meaning, config=replace(read.config, rope=dict(rope)))
+    config = replace(read.config, rope=dict(rope))
+    return replace(read, name="RoPE of the target", meaning=meaning, stage="rope", config=config)
 
 
 def normed_residual(read: Hypothesis) -> Hypothesis:
     value = not read.config.norm_before_residual
     meaning = f"norm_before_residual is {str(value).lower()} in the model that was trained"
-    config = replace(read.config, norm_before_residual=value)
-    return replace(read, name=f"norm_before_residual {str(value).lower()}", meaning=meaning, config=config)
+    name, config = f"norm_before_residual {str(value).lower()}", replace(read.config, norm_before_residual=value)
+    return replace(read, name=name, meaning=meaning, stage="layer", config=config)
 
 
 def normed_output(read: Hypothesis) -> Hypothesis:
     value = not read.config.norm_output
     handed = "after" if value else "before"
     meaning = f"the state {handed} the final norm is handed to the next drafted token"
-    config = replace(read.config, norm_output=value)
-    return replace(read, name=f"norm_output {str(value).lower()}", meaning=meaning, config=config)
-
-
-def scaled_embedding(read: Hypothesis, scaled: torch.Tensor | None) -> Hypothesis | None:
-    """For targets that multiply the embedding in code (Gemma), of drafters that borrow it."""
-    if scaled is None or read.config.own_embedding:
-        return None
-    meaning = "it was trained on embeddings as the target scales them in code, which engines do not"
-    config = replace(read.config, own_embedding=True)
-    return replace(read, name="embedding scaled", meaning=meaning, config=config, tensors={EMBEDDING: scaled})
+    name, config = f"norm_output {str(value).lower()}", replace(read.config, norm_output=value)
+    return replace(read, name=name, meaning=meaning, stage="carried", config=config)

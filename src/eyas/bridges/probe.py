@@ -9,6 +9,7 @@ it, is the same in the end, but says so only after thousands of tokens: one laye
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -18,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
 from eyas.bridges import corrected, hypotheses
 from eyas.bridges.hypotheses import AS_READ, Facts, Hypothesis
@@ -31,8 +31,8 @@ from eyas.drafter.dialects import Reading
 from eyas.drafter.eagle3 import Eagle3Drafter
 from eyas.drafter.model import Eagle3Model
 from eyas.engine.stats import AcceptanceStats
-from eyas.target.adapter import HFTarget, find_embed
-from eyas.training.acceptance import RESAMPLES, Answered, answer_all, interval, total
+from eyas.target.adapter import HFTarget
+from eyas.training.acceptance import Answered, answer_all, interval, total
 from eyas.training.features import FrozenTarget
 from eyas.training.recording import batch_of, record
 from eyas.training.simulate import simulate
@@ -40,7 +40,7 @@ from eyas.training.start import shape_of
 from eyas.training.unroll import unroll
 
 SHAPE = DraftShape(3, 1, 4)
-SURE = 0.99  # of a difference between two readings: several are tried
+SURE = 0.99  # that no reading is called right by chance, of all that are tried
 NOTHING = 1.1  # an acceptance length below which drafts are as good as never right
 
 Report = Callable[[str, "float | None"], None]
@@ -119,7 +119,7 @@ def measure(pair: Pair, prompts: Sequence[Sequence[int]], max_tokens: int, repor
         tried.insert(0, read)
     else:  # the others repair something else, and leave what cannot be read
         left_out.append(f"as read it cannot be used: {'; '.join(reading.problems)}")
-        tried = [h for h in tried if h.ids is not None and not corrected.same_map(h, read)]
+        tried = [h for h in tried if h.stage == "d2t"]
     measured = list(_measured(pair, base, tried, prompts, max_tokens, report))
     verdict = _verdict(reading, measured)
     right = next((m.hypothesis for m in measured if m.name == verdict.name), tried[0])
@@ -128,20 +128,7 @@ def measure(pair: Pair, prompts: Sequence[Sequence[int]], max_tokens: int, repor
 
 def _facts(target: HFTarget, checkpoint: Checkpoint, reading: Reading) -> Facts:
     rope = shape_of(target.config)["rope"]
-    maps = hypotheses.maps_of(checkpoint, reading)
-    return Facts(target.num_layers, rope, maps, _scaled_embedding(target))
-
-
-@torch.inference_mode()
-def _scaled_embedding(target: HFTarget) -> torch.Tensor | None:
-    """The target's embedding with the factor that its code puts on it, None where it is the weight as it stands."""
-    module, weight = find_embed(target.model), target.get_embed_and_head()[0]
-    ids = torch.arange(min(64, len(weight)), device=weight.device)
-    given, plain = module(ids).float(), F.embedding(ids, weight).float()
-    if given.shape != plain.shape or not plain.norm():
-        return None
-    factor = float(given.norm() / plain.norm())
-    return weight * factor if abs(factor - 1) > 0.01 and torch.allclose(given, plain * factor, rtol=0.02) else None
+    return Facts(target.num_layers, rope, hypotheses.maps_of(checkpoint, reading))
 
 
 def _loaded(
@@ -151,7 +138,7 @@ def _loaded(
     if not reading.problems:
         return corrected.drafter_of(pair.target, checkpoint.path, pair.layer_ids), None
     for hypothesis in tried:
-        if hypothesis.ids is None:
+        if hypothesis.stage != "d2t":
             continue
         with tempfile.TemporaryDirectory(prefix="eyas-probe-") as place, suppress(CheckpointError):
             out = Path(place) / "drafter"
@@ -181,10 +168,11 @@ def _measured(
     )
     answers = [answer for answer in answers if len(answer.output_ids) > 1]
     first: np.ndarray[Any, Any] | None = None
+    level = 1 - (1 - SURE) / max(1, len(tried) - 1)
     for number, (hypothesis, drafter) in enumerate(zip(tried, drafters, strict=True)):
         report(f"measuring: {hypothesis.name}", number / len(tried))
         parts, agreed = _parts(pair.target, drafter, answers), _agreement(pair.target, drafter.model, answers)
-        gain = None if first is None else _gain(first, agreed)
+        gain = None if first is None else _gain(first, agreed, level)
         first = agreed if first is None else first
         yield Measured(hypothesis, total(parts), interval(parts), float(agreed[:, 0].sum() / agreed[:, 1].sum()), gain)
 
@@ -210,22 +198,26 @@ def _agreement(target: HFTarget, model: Eagle3Model, answers: Sequence[Answered]
     return np.array(found)
 
 
-def _gain(before: np.ndarray[Any, Any], after: np.ndarray[Any, Any]) -> tuple[float, float]:
-    """Where the difference in agreement lies: resampling whole answers, both readings on the same."""
-    drawn = np.random.default_rng(0).integers(len(before), size=(RESAMPLES, len(before)))
-    (was, count), (now, _) = before[drawn].sum(1).T, after[drawn].sum(1).T
-    low, high = np.quantile((now - was) / count, ((1 - SURE) / 2, (1 + SURE) / 2))
-    return float(low), float(high)
+def _gain(before: np.ndarray[Any, Any], after: np.ndarray[Any, Any], level: float) -> tuple[float, float]:
+    """Where the difference in agreement lies for other prompts of this kind: Student's interval, answers in pairs.
+
+    Resampling would not do: of few answers that happen to agree it makes a certainty.
+    """
+    count, gains = before[:, 1], after[:, 0] - before[:, 0]
+    mean, answers = float(gains.sum() / count.sum()), len(count)
+    if answers < 2:
+        return -math.inf, math.inf
+    # his quantile, simulated: SciPy, which has it, does not belong to a plain install
+    times = np.quantile(abs(np.random.default_rng(0).standard_t(answers - 1, 1_000_000)), level)
+    spread = ((gains - mean * count) / count.mean()).std(ddof=1)
+    reach = float(times * spread / math.sqrt(answers))
+    return mean - reach, mean + reach
 
 
 def _verdict(reading: Reading, measured: Sequence[Measured]) -> Verdict:
-    """The best reading where it is surely better than the checkpoint as read; else that, where it drafts at all."""
+    """The best reading where it drafts and is surely better than the checkpoint as read; else that, where it drafts."""
     read, best = measured[0], max(measured, key=lambda m: m.agreement)
-    if best.better is not None and best.better[0] > 0:
-        gain = f"{best.length:.2f} tokens a step in place of {read.length:.2f}, "
-        gain += f"agreement {best.agreement:.1%} in place of {read.agreement:.1%}"
-        return _right(reading, best.hypothesis, f"{best.name} is right: {best.hypothesis.meaning} ({gain})")
-    if read.length < NOTHING:
+    if max(read.length, best.length) < NOTHING:
         return Verdict(
             "",
             f"no reading of this checkpoint drafts for this target: {read.length:.2f} tokens a step, whatever was "
@@ -233,12 +225,19 @@ def _verdict(reading: Reading, measured: Sequence[Measured]) -> Verdict:
             "take the drafter of exactly this target (a fine-tune is another one), compare the tokenizers and chat "
             "templates with eyas check, or train one: eyas train",
         )
+    if best.better is not None and best.better[0] > 0:
+        gain = f"{best.length:.2f} tokens a step in place of {read.length:.2f}, "
+        gain += f"agreement {best.agreement:.1%} in place of {read.agreement:.1%}"
+        return _right(reading, best.hypothesis, f"{best.name} is right: {best.hypothesis.meaning} ({gain})")
+    more = "ask more prompts: --limit N, or --prompts FILE"
+    if read.length < NOTHING:
+        text = f"{read.name} drafts next to nothing ({read.length:.2f} tokens a step); {best.name} may be right "
+        return Verdict("", f"{text}({best.length:.2f}), which so few answers do not make sure", more)
     if read.name != AS_READ:
         return _right(reading, read.hypothesis, f"{read.name} is right: {read.hypothesis.meaning}")
-    shifts = [m for m in measured if m.name.startswith("shift")]
-    if any(m.better is not None and m.better[1] >= 0 for m in shifts):
-        text = "no shift of its layer ids makes a sure difference here"
-        return Verdict(AS_READ, f"{text}: the checkpoint as read is taken, and a trace in an engine would tell more")
+    if unsure := [m.name for m in measured if m.better is not None and m.better[1] >= 0]:
+        text = f"no sure difference to {', '.join(unsure)}: the checkpoint as read is taken"
+        return Verdict(AS_READ, f"{text}; to be surer {more}, or trace an engine")
     return Verdict(AS_READ, "the checkpoint is right as it is read, its layer ids too")
 
 

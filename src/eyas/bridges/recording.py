@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,6 +23,7 @@ from eyas.bridges.vllm import trace as vllm
 from eyas.core import CheckpointError, EyasError
 
 FOLDER = "EYAS_PLUGIN_TRACE"
+PROMPT = 512  # tokens of it at most: the states of all layers are kept here, and a line is written for every slot
 TOKENS = 24  # of the answer: several drafts, and what the target made of them
 _PATIENCE = 600.0  # seconds for the answer: eager, and perhaps on a busy machine
 _GRACE = 30.0  # seconds that the engine has to end once it was told to
@@ -33,26 +33,31 @@ Report = Callable[[str, "float | None"], None]
 
 
 def record(asked: Asked, prompt: Sequence[int], report: Report, note: Callable[[str], None]) -> Trace:
-    """Starts the engine, asks for one greedy answer and ends it. ``note`` hears what the user should know of it.
+    """Starts the engine, asks for one greedy answer to the prompt's first PROMPT tokens, and ends it. ``note`` hears
+    what the user should know of it.
 
     Raises EyasError where the engine does not start, does not answer or leaves no trace, with the diagnosis.
     """
+    prompt = prompt[:PROMPT]
     found = _planned(asked, report, note)
     try:
-        with tempfile.TemporaryDirectory(prefix="eyas-trace-") as place:
-            folder = Path(place) / "calls"
-            found = replace(found, variables={**found.variables, FOLDER: str(folder)})
-            answer = _answer(found, prompt, folder, report)
-            said = plugin_said(found)
-            files = sorted(folder.glob("*.jsonl")) if folder.is_dir() else []
-            traces = [list(map(json.loads, file.read_text(encoding="utf-8").splitlines())) for file in files]
-            lines = next((lines for lines in traces if any(line["call"] == "logits" for line in lines)), [])
-            if not lines:
-                why = said.text if said is not None else "it ran without the plugin"
-                raise EyasError(f"{found.source.label} drafted nothing that could be traced: {why}")
-            return read(lines, prompt, answer)
+        assert found.markers is not None, "the plugin is always asked for"
+        folder = found.markers / "calls"  # removed with the marks: here, or after a kill by the next launch
+        found = replace(found, variables={**found.variables, FOLDER: str(folder)})
+        answer = _answer(found, prompt, folder, report)
+        traces = [_lines(file) for file in sorted(folder.glob("*.jsonl"))]
+        lines = next((lines for lines in traces if any(line["call"] == "logits" for line in lines)), [])
+        said = plugin_said(found)
+        if not lines and said is not None:
+            raise EyasError(f"{found.source.label} drafted nothing that could be traced: {said.text}")
+        return read(lines, prompt, answer)
     finally:
         forget(found)
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    """Without a last one that is not whole: the engine is ended while it drafts on."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines(keepends=True) if line[-1] == "\n"]
 
 
 def _planned(asked: Asked, report: Report, note: Callable[[str], None]) -> Plan:
@@ -91,7 +96,7 @@ def _answer(found: Plan, prompt: Sequence[int], folder: Path, report: Report) ->
                 report(f"{found.source.label}: {event.what}", event.done)
             elif isinstance(event, Ready):
                 report(f"{found.source.label} answers, and its drafter is written down", None)
-                folder.mkdir()
+                folder.mkdir(mode=0o700)  # what the prompt says can be read off it
                 question.start()
             elif isinstance(event, Ended):
                 return question.answered(event)
@@ -111,8 +116,14 @@ class _Question(threading.Thread):
     def run(self) -> None:
         try:
             self._answer = self._ask()
-        except (httpx.HTTPError, ValueError, LookupError) as error:
+        except EyasError as error:
+            self._error = str(error)
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             self._error = f"{type(error).__name__}: {error}"
+        finally:
+            self._end()
+
+    def _end(self) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):
             if not self._over.is_set():
                 with contextlib.suppress(ProcessLookupError):
@@ -121,12 +132,13 @@ class _Question(threading.Thread):
 
     def _ask(self) -> list[int]:
         engine, key = _ENGINES[self._found.asked.engine], self._found.flags.get("api_key")
+        key = key[0] if isinstance(key, list) else key  # vLLM takes several
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         url = self._found.address.url + engine.PATH
         with httpx.Client(timeout=_PATIENCE, verify=False, trust_env=False) as client:
             reply = client.post(url, json=engine.body(self._prompt, TOKENS), headers=headers)
         if reply.status_code != 200:
-            raise ValueError(f"{url} answered {reply.status_code}: {reply.text[:300]}")
+            raise EyasError(f"{url} says {reply.status_code}: {reply.text[:300]}")
         return [int(token) for token in engine.answer(reply.json())]
 
     def answered(self, ended: Ended) -> list[int]:

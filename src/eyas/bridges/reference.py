@@ -63,7 +63,9 @@ def reference(target: HFTarget, model: Eagle3Model, recorded: Trace) -> Referenc
             tip = step.place + len(step.rows) - 1
             carried, drafting = out.next_hidden[:, tip : tip + 1], cache.before(tip + 1)
             continue
-        token, place = step.rows[0].token, step.rows[0].position - base  # as it was run: a difference is said elsewhere
+        # as it was run: a difference is said elsewhere, also where there is no such token or position
+        token = min(max(step.rows[0].token, 0), model.config.vocab_size - 1)
+        place = max(step.rows[0].position - base, 0)
         embed, entered = model.embed(tokens.new_tensor([[token]])), carried
         drafted = model(embed, entered, places.new_tensor([[place]]), cache=drafting)
         steps.append(Step(step.place, step.depth, _rows(model, [token], [place], embed, entered, drafted)))

@@ -100,22 +100,30 @@ class Comparison:
     notes: tuple[str, ...] = ()
 
 
-def fix(difference: Difference, engine: str, written: Sequence[int] = ()) -> str:
-    """What to do about it. ``written``: the entry ids that the checkpoint names, right or wrong."""
-    if difference.captured and difference.captured == tuple(written):
-        return f"{engine} feeds what the checkpoint names, so that is what has to be corrected: --write OUT does it"
+def fix(difference: Difference, engine: str, mended: str = "", written: Sequence[int] = ()) -> str:
+    """What to do about it. ``mended``: the stage where the reading found right departs from the checkpoint as it is.
+
+    ``written``: the entry ids that the checkpoint names, right or wrong.
+    """
+    obeys = difference.stage != "states" or difference.captured == tuple(written)
+    if difference.stage == mended and obeys:
+        return f"{engine} does what the checkpoint says, so that is what has to be corrected: --write OUT does it"
+    if difference.captured and obeys:
+        return (
+            f"{engine} feeds what DRAFTER names, and the reference was trained on others: eyas convert REFERENCE OUT "
+            f"--to {engine}"
+        )
     return _FIXES[difference.stage].format(engine=engine)
 
 
 _FIXES = {
     "tokens": "not the checkpoint's fault: token ids and states are paired by {engine}; try another version of it, and "
-    "report it there with this trace",
+    "report it there with what --json prints",
     "positions": "not the checkpoint's fault: {engine} counts the drafter's positions; try another version of it, and "
-    "report it there with this trace",
+    "report it there with what --json prints",
     "states": "write the layer ids where {engine} reads them, and as it does: eyas convert DRAFTER OUT --to {engine}; "
     "eyas check says which code reads them",
-    "embedding": "compare embed_tokens.weight with the target's: a drafter without one of its own is lent the "
-    "target's, as it stands in the weight; eyas check says which is used",
+    "embedding": "compare embed_tokens.weight with the target's: a drafter without one of its own is lent the target's",
     "fusion": "fc.weight, or a norm before it (fc_norm, norm_before_fc), is another or is not read: eyas check DRAFTER "
     "lists both; eyas convert DRAFTER OUT --to {engine} writes what it knows",
     "carried": "norm_output decides which state goes on: write it where {engine} reads it, eyas convert DRAFTER OUT "
@@ -125,7 +133,7 @@ _FIXES = {
     "rope": "compare rope_theta, rope_scaling and rope_parameters in the drafter's config.json: {engine} reads the one "
     "or the other by its transformers; eyas convert DRAFTER OUT --to {engine} writes all",
     "cache": "not the checkpoint's fault: the drafter's KV cache in {engine}; start it with another attention backend "
-    "for the drafter, and report it there with this trace",
+    "for the drafter, and report it there with what --json prints",
     "head": "lm_head.weight is another, is lent by the target, or is tied: eyas check DRAFTER says which it should be",
     "d2t": "the draft vocabulary's map is missing, of another drafter, or holds ids in place of offsets (target id = "
     "i + d2t[i]): eyas convert DRAFTER OUT --to {engine}, from the checkpoint as it was trained",
@@ -186,25 +194,37 @@ def _placed(forwards: Sequence[list[Row]], tokens: Sequence[int], prompt: int) -
     Greedy verification accepts drafted tokens as long as they are the answer's; rows behind are of rejected ones.
     """
     done, depth = 0, 0
-    drafted: list[int] = []
+    drafted: list[tuple[int, ...]] = []
     for rows in forwards:
         if rows[0].states:
-            valid = len(rows)
-            if done >= prompt:  # the root, and each accepted token
-                valid = 1 + next(
-                    (n for n, pair in enumerate(zip(drafted, tokens[done + 1 :], strict=False)) if pair[0] != pair[1]),
-                    min(len(drafted), max(0, len(tokens) - done - 1)),
-                )
+            # of the prompt all that is left of it, behind it the root and each accepted token
+            valid = prompt - done if done < prompt else 1 + _accepted(drafted, rows, tokens[done + 1 :])
             valid = min(valid, len(rows), len(tokens) - 1 - done)
             if valid <= 0:
                 return
             yield Step(done, 0, rows[:valid])
             done, depth = done + valid, 0
-            drafted = [row.top[0][0] for row in rows[valid - 1 : valid] if row.top]
+            drafted = [_best(row) for row in rows[valid - 1 : valid] if row.top]
         elif done >= prompt:
             depth += 1
-            drafted[depth - 1 :] = [rows[0].token, *(row.top[0][0] for row in rows[:1] if row.top)]
+            drafted[depth - 1 :] = [(rows[0].token,), *(_best(row) for row in rows[:1] if row.top)]
             yield Step(done - 1 + depth, depth, rows[:1])
+
+
+def _best(row: Row) -> tuple[int, ...]:
+    """The likeliest token; several of the same logit, of which engines take one or the other: bfloat16 has ties."""
+    return tuple(token for token, value in row.top if value == row.top[0][1])
+
+
+def _accepted(drafted: Sequence[tuple[int, ...]], rows: Sequence[Row], following: Sequence[int]) -> int:
+    """How many drafted tokens are the answer's. Which of a tie was drafted last, the slot behind it tells: it is fed
+    the token after it, if it was right.
+    """
+    for n, (best, token) in enumerate(zip(drafted, following, strict=False)):
+        behind = [row.token for row in rows[n + 1 : n + 2]]
+        if token not in best or (len(best) > 1 and behind != list(following[n + 1 : n + 2])):
+            return n
+    return min(len(drafted), len(following))
 
 
 # The comparison
@@ -225,7 +245,7 @@ def compare(recorded: Trace, reference: Reference, dtype: str | None = None) -> 
     off: dict[str, float] = {}
     wrong = _states(recorded.steps[0], reference, most, off)
     limit = max(DRAFTER.get(kind, DRAFTER["bfloat16"]), 0.0 if wrong else _TIMES * off["states"])
-    notes = _position_notes(recorded, base)
+    notes = (*_position_notes(recorded, base), *_size_notes(recorded.steps[0], reference.steps[0], limit))
     before: Step | None = None
     fault, rows = None, 0
     for step, wanted in zip(recorded.steps, reference.steps, strict=True):
@@ -234,7 +254,7 @@ def compare(recorded: Trace, reference: Reference, dtype: str | None = None) -> 
             _tokens(step, wanted, recorded, before),
             _positions(step, base),
             _states(step, reference, most, off),
-            _apart(step, wanted, "embedding", limit, off),
+            _embedding(step, wanted, limit, off),
             _entering(step, wanted, limit, off),
             _normed(step, wanted, limit, off, step.depth == 0 and step.place < recorded.prompt),
             _logits(step, wanted, _LOGITS * limit, off),
@@ -249,9 +269,9 @@ def compare(recorded: Trace, reference: Reference, dtype: str | None = None) -> 
 def _tokens(step: Step, wanted: Step, recorded: Trace, before: Step | None) -> Difference | None:
     at = next((i for i, (r, w) in enumerate(zip(step.rows, wanted.rows, strict=True)) if r.token != w.token), None)
     if step.depth:
-        answered = before.rows[-1].top if before else ()
-        if answered and answered[0][0] != step.rows[0].token:
-            text = f"the engine goes on with token {step.rows[0].token}, where its own best was {answered[0][0]}"
+        best = _best(before.rows[-1]) if before and before.rows[-1].top else ()
+        if best and step.rows[0].token not in best:
+            text = f"the engine goes on with token {step.rows[0].token}, where its own best was {best[0]}"
             return Difference("d2t", step.place, step.depth, text)
         return None
     if at is None:
@@ -287,6 +307,13 @@ def _position_notes(recorded: Trace, base: int) -> tuple[str, ...]:
     return tuple(notes)
 
 
+def _size_notes(step: Step, wanted: Step, limit: float) -> tuple[str, ...]:
+    sizes = [r.embedding[0] / w.embedding[0] for r, w in zip(step.rows, wanted.rows, strict=True) if w.embedding[0]]
+    if not sizes or abs(median(sizes) - 1) <= limit:
+        return ()
+    return (f"embeddings are {median(sizes):.3g} times as large as here, which the norm behind them takes out",)
+
+
 def _positions(step: Step, base: int) -> Difference | None:
     for i, row in enumerate(step.rows):
         off = row.position - step.place - i - base
@@ -312,7 +339,8 @@ def _states(step: Step, reference: Reference, limit: float, off: dict[str, float
         ]
         nearest = min(range(len(by_layer)), key=by_layer.__getitem__)
         apart.append(by_layer[wanted])
-        wrong = by_layer[wanted] > limit or by_layer[nearest] < by_layer[wanted] / 4 > limit / 16
+        # neighbours of a deep target may lie within the limit: rounding cannot bring another layer so much nearer
+        wrong = by_layer[wanted] > limit or (by_layer[nearest] < by_layer[wanted] / 2 and by_layer[wanted] > limit / 4)
         fed.append((nearest if by_layer[nearest] <= limit else None) if wrong else wanted)
     off["states"] = max(off.get("states", 0.0), max(apart))
     if fed == list(reference.ids):
@@ -334,15 +362,19 @@ def _deviations(step: Step, wanted: Step, part: str) -> list[float]:
     return [distance(getattr(r, part), getattr(w, part)) for r, w in zip(step.rows, wanted.rows, strict=True)]
 
 
-def _apart(step: Step, wanted: Step, stage: str, limit: float, off: dict[str, float]) -> Difference | None:
-    typical = median(_deviations(step, wanted, stage))
-    off[stage] = max(off.get(stage, 0.0), typical)
+def _embedding(step: Step, wanted: Step, limit: float, off: dict[str, float]) -> Difference | None:
+    """But for their size, which the norm that is next takes out."""
+    pairs = [(r.embedding, w.embedding) for r, w in zip(step.rows, wanted.rows, strict=True)]
+    typical = median(distance(_unit(r), _unit(w)) for r, w in pairs)
+    off["embedding"] = max(off.get("embedding", 0.0), typical)
     if typical <= limit:
         return None
-    sizes = [r.embedding[0] / w.embedding[0] for r, w in zip(step.rows, wanted.rows, strict=True) if w.embedding[0]]
-    scaled = f", {median(sizes):.3g} times as large" if sizes and abs(median(sizes) - 1) > limit else ""
-    text = f"the embeddings of the same tokens are others{scaled}"
+    text = "the embeddings of the same tokens are others"
     return Difference("embedding", step.place, step.depth, text, typical)
+
+
+def _unit(sketch: Sketch) -> Sketch:
+    return [value / sketch[0] for value in sketch] if sketch[0] else sketch
 
 
 def _entering(step: Step, wanted: Step, limit: float, off: dict[str, float]) -> Difference | None:
@@ -373,7 +405,8 @@ def _normed(step: Step, wanted: Step, limit: float, off: dict[str, float], promp
 
 _SAYS = {
     "layer": "same inputs, and other states from the first slot on: the weights, norms or residual of the draft layer",
-    "rope": "same inputs, same first slot, and other states behind it: the drafter's attention rotates otherwise",
+    "rope": "same inputs, same first slot, and other states behind it: the drafter's attention rotates otherwise (or "
+    "scales, or sees less)",
     "cache": "same inputs, and other states: what earlier slots left in the drafter's cache is not theirs",
 }
 
@@ -403,7 +436,8 @@ _STRANGE = 0.25  # share of a step's likeliest tokens
 
 def _off_by(top: Top, right: Row) -> float:
     """How far the largest logits, in order, are from those they should be."""
-    return max(abs(a[1] - b[1]) for a, b in zip(top, right.top, strict=False)) / max(right.spread, 1e-9)
+    apart = [abs(a[1] - b[1]) for a, b in zip(top, right.top, strict=False)]
+    return math.inf if any(map(math.isnan, apart)) else max(apart) / max(right.spread, 1e-9)
 
 
 def _strange(top: Top, right: Row, limit: float) -> int:

@@ -103,8 +103,8 @@ def probe(
     if asked is not None:
         longest = max(asked_of, key=len)  # rotations differ more, the further apart
         comparison, trace = _trace(asked, pair, longest, reference, readings)
-        written = readings.measured[0].hypothesis.config.aux_layer_ids or ()
-        show.comparison(comparison, trace, engine, written)
+        mended = "" if reference else readings.right.stage
+        show.comparison(comparison, trace, engine, _cure(comparison, engine, mended, readings))
     if readings.verdict.fault or (comparison is not None and comparison.fault is not None):
         raise typer.Exit(1)
 
@@ -181,6 +181,13 @@ def _trace(
         return examine(pair.target, model, trace), trace
 
 
+def _cure(comparison: Comparison, engine: str, mended: str, readings: Readings) -> str:
+    from eyas.bridges.trace import fix
+
+    written = readings.measured[0].hypothesis.config.aux_layer_ids or ()
+    return fix(comparison.fault, engine, mended, written) if comparison.fault else ""
+
+
 # What is shown
 
 
@@ -194,11 +201,9 @@ class _Json:
     def wrote(self, dialect: str, out: Path) -> None:
         _emit("written", path=str(out), dialect=dialect)
 
-    def comparison(self, comparison: Comparison, trace: Trace, engine: str, written: Sequence[int]) -> None:
-        from eyas.bridges.trace import fix
-
+    def comparison(self, comparison: Comparison, trace: Trace, engine: str, fix: str) -> None:
         fault = comparison.fault
-        said = {"fault": asdict(fault) | {"fix": fix(fault, engine, written)} if fault else None}
+        said = {"fault": asdict(fault) | {"fix": fix} if fault else None}
         _emit("trace", **asdict(comparison) | said, dtype=trace.dtype, drafter=trace.about)
 
 
@@ -239,8 +244,7 @@ class _Terminal:
     def wrote(self, dialect: str, out: Path) -> None:
         print(f"wrote {out} ({dialect} dialect)", flush=True)
 
-    def comparison(self, comparison: Comparison, trace: Trace, engine: str, written: Sequence[int]) -> None:
-        from eyas.bridges.trace import fix
+    def comparison(self, comparison: Comparison, trace: Trace, engine: str, fix: str) -> None:
         from eyas.cli.console import console, counted
         from eyas.cli.eval import as_table
 
@@ -263,7 +267,7 @@ class _Terminal:
         where = f"slot {comparison.fault.place}"
         where += f", {comparison.fault.depth} into a draft" if comparison.fault.depth else ""
         text = f"{comparison.fault.stage}: {comparison.fault.text} (first seen at {where})"
-        self._say("found", text, fix(comparison.fault, engine, written))
+        self._say("found", text, fix)
 
     def _say(self, label: str, text: str, fix: str) -> None:
         from rich.text import Text
