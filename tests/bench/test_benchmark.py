@@ -23,10 +23,11 @@ from eyas.bench import pairing
 from eyas.bench.agreement import agreement
 from eyas.bench.benchmark import Benchmark
 from eyas.bench.client import Endpoint
+from eyas.bench.facts import Facts
 from eyas.bench.journal import Journal
 from eyas.bench.pairing import Plan, Progress
 from eyas.bench.passes import BenchError, Level, Pass
-from eyas.bench.sides import Before, Embedded, EndpointSide, EngineSide, Unlike, _hashed
+from eyas.bench.sides import Before, Embedded, EndpointSide, EngineSide, Unlike, hashed
 from eyas.bench.workload import Prompt, Workload, builtin
 from eyas.core import DraftShape, SamplingParams, UsageError
 from eyas.engine.llm import LLM
@@ -227,6 +228,13 @@ def test_prompts_over_the_context_are_left_out(tmp_path):
     assert all("word " * 195 not in str(body) for body in fast.asked[3:])
 
 
+def test_a_server_that_is_gone_has_not_refused_its_prompts():
+    side = EndpointSide("without", Endpoint("http://127.0.0.1:9", model="m"), PARAMS)
+    side.facts = Facts("http://127.0.0.1:9", context_length=10)
+    with pytest.raises(BenchError, match="is gone"):
+        asyncio.run(side.room(builtin(["chat"]).prompts["chat"][0]))
+
+
 def test_where_answers_part_is_looked_into(tmp_path):
     with serving(Server()) as plain, serving(Server(burst=4)) as fast:
         results = run(two(plain, fast, tmp_path / "r.json", warmup=0))
@@ -292,10 +300,10 @@ def test_a_difference_that_is_a_bug_is_not_judged():
 def test_a_drafter_is_known_by_its_files(tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"one")
-    one = _hashed(str(tmp_path))
+    one = hashed(str(tmp_path))
     file.write_bytes(b"two")
-    assert one.startswith(f"{tmp_path} (SHA-256 ") and _hashed(str(tmp_path)) != one != _hashed(str(file))
-    assert _hashed("untrained") == "untrained"
+    assert one.startswith(f"{tmp_path} (SHA-256 ") and hashed(str(tmp_path)) != one != hashed(str(file))
+    assert hashed("untrained") == "untrained"
 
 
 @pytest.mark.parametrize(("device", "known"), [("cpu", True), ("cuda", False)])
@@ -346,8 +354,15 @@ def test_a_journal_survives_being_cut_off(tmp_path):
     assert len(Journal(path, SETTINGS, resume=True).pairs) == 1
     with pytest.raises(UsageError, match=r"another model \('m', now 'other'\)"):
         Journal(path, {"model": "other"}, resume=True)
+    path.write_text(path.read_text() + '{"pair": 9}')
+    again = Journal(path, SETTINGS, resume=True)
+    again.begin()
+    assert Journal(path, SETTINGS, resume=True).path.read_text().endswith('\n{"pair": 1}\n'), "on a line of its own"
     path.write_text("{broken\n" + path.read_text())
     with pytest.raises(BenchError, match="line 1 is damaged"):
+        Journal(path, SETTINGS, resume=True)
+    path.write_text("[1]\n")
+    with pytest.raises(BenchError, match="no journal of this version"):
         Journal(path, SETTINGS, resume=True)
     with pytest.raises(UsageError, match="nothing to resume"):
         Journal(tmp_path / "none.jsonl", SETTINGS, resume=True)

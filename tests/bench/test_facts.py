@@ -22,6 +22,7 @@ from eyas.bench.facts import (
     process_of,
     told,
 )
+from eyas.bench.provenance import no_secrets
 from eyas.core import DraftShape, UsageError
 
 SGLANG = {
@@ -139,6 +140,13 @@ def test_secrets_stay_where_they_are():
     assert found.where == "http://h:1" and "s3cret" not in str(found.as_record())
     assert "s3cret" not in str(by_command("--hf-token", "s3cret").as_record())
     assert found.settings["attention_backend"] == "triton"
+
+
+def test_no_secret_is_in_a_command_that_is_passed_on():
+    keys = ("--api-key", "s3cret", "s3cret too", "--hf-token=s3cret", "--with", "http://me:s3cret@h:1/v1")
+    told = no_secrets(("eyas", "bench", "m", "--speculative-num-draft-tokens", "4", "--", *keys))
+    assert told[:5] == ["eyas", "bench", "m", "--speculative-num-draft-tokens", "4"]
+    assert told[5:] == ["--", "--api-key", "***", "***", "--hf-token=***", "--with", "http://h:1/v1"]
 
 
 def test_what_another_launch_would_tell_again():

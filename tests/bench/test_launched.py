@@ -17,10 +17,11 @@ from eyas.bench import launched, pairing
 from eyas.bench.benchmark import Benchmark
 from eyas.bench.grid import Contender, Variant, variants
 from eyas.bench.journal import Memo
-from eyas.bench.launched import Setting, both, plainly, planned
+from eyas.bench.launched import both, plainly, planned
 from eyas.bench.pairing import Plan
 from eyas.bench.passes import BenchError, Level
-from eyas.bench.tune import Relaunched, Search, tune
+from eyas.bench.subjects import Relaunched
+from eyas.bench.tune import Search, tune
 from eyas.bench.workload import Prompt, Workload
 from eyas.bridges import holders
 from eyas.bridges.launch import Asked
@@ -191,9 +192,10 @@ def test_a_whole_search(asked, pair, tmp_path, monkeypatch):
 # What is run
 
 
-def test_the_same_but_for_speculation(asked):
+def test_the_same_but_for_speculation(asked, monkeypatch):
     given = asked("--max-model-len", "64", "--speculative-config", '{"draft_sample_method": "greedy"}')
-    with_, without = (planned(given, Setting(drafts, DraftShape(2, 1, 3)), 1234, 1) for drafts in (True, False))
+    monkeypatch.setattr(launched, "free_port", lambda: 1234)
+    with_, without = (planned(given, one, 1) for one in (Contender(DraftShape(2, 1, 3)), Contender()))
     place = with_.command.index("--speculative-config")
     assert json.loads(with_.command[place + 1])["num_speculative_tokens"] == 2
     assert json.loads(with_.command[place + 1])["draft_sample_method"] == "greedy"
@@ -205,20 +207,28 @@ def test_the_same_but_for_speculation(asked):
 def test_sglang(pair, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(engine(tmp_path / "sglang", "sglang")))
     given = Asked("sglang", str(pair[0]), pair[1], ("--speculative-adaptive", "--page-size", "1"), check=False)
-    plan = planned(given, Setting(True, DraftShape(5, 4, 8)), 1234, 8)
+    plan = planned(given, Contender(DraftShape(5, 4, 8)), 8)
     joined = " ".join(plan.command)
     numbers = "--speculative-num-steps 5 --speculative-eagle-topk 4 --speculative-num-draft-tokens 8"
     assert numbers in joined and "--max-running-requests 48" in joined and "--enable-metrics" in joined
     plain = " ".join(plainly(plan).command)
     assert "speculative" not in plain and "--page-size 1" in plain and "--max-running-requests 48" in plain
     assert str(pair[1]) not in plain, "nor its drafter's path"
-    many = planned(given, Setting(False), 1234, 64)
+    many = planned(given, Contender(), 64)
     assert "--max-running-requests 64" in " ".join(many.command)
+    tried = planned(given, Contender(variant=Variant(("--max-running-requests", "7"))), 64)
+    assert " ".join(tried.command).count("--max-running-requests") == 1, "what is tried is not overridden"
 
 
-def test_refused(asked, pair):
+def test_refused(asked, tmp_path):
     for flag in ("--port", "--host"):
         with pytest.raises(UsageError, match=f"{flag} is chosen by the judge"):
-            planned(asked(f"{flag}=1"), Setting(True), 1, 1)
+            planned(asked(f"{flag}=1"), Contender(), 1)
+        with pytest.raises(UsageError, match=f"{flag} is chosen by the judge"):
+            planned(asked(), Contender(variant=Variant((flag, "1"))), 1)
     with pytest.raises(UsageError, match="vLLM drafts chains only"):
-        planned(asked(), Setting(True, DraftShape(5, 4, 8)), 1, 1)
+        planned(asked(), Contender(DraftShape(5, 4, 8)), 1)
+    file = tmp_path / "vllm.yaml"
+    file.write_text("speculative-config: {num_speculative_tokens: 2}")
+    with pytest.raises(UsageError, match="--config: speculative-config in the file holds without speculation too"):
+        planned(asked("--config", str(file)), Contender(), 1)

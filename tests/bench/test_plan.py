@@ -120,8 +120,6 @@ def test_acceptance_that_is_none(target):
         ({"gpus": 0}, "gpus must be at least 1"),
         ({"context": 0}, "context must be at least 1"),
         ({"concurrency": (4, 0)}, "concurrency must be at least 1, got 0"),
-        ({"concurrency": ()}, "at least one draft shape and one concurrency"),
-        ({"kv_cache_dtype": "int4"}, "--kv-cache-dtype"),
     ],
 )
 def test_questions_that_are_none(change, words):

@@ -21,7 +21,8 @@ from eyas.bench.grid import Contender, StepTable, Variant
 from eyas.bench.journal import Memo
 from eyas.bench.pairing import Plan
 from eyas.bench.passes import Answer, BenchError, Level, Pass
-from eyas.bench.tune import Course, Search, Surveyed
+from eyas.bench.subjects import Surveyed
+from eyas.bench.tune import Course, Search
 from eyas.bench.workload import builtin
 from eyas.bridges.metrics import Speculation
 from eyas.core import DraftShape, SamplingParams, UsageError
@@ -105,9 +106,13 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def fine(*_: Any) -> None: ...
 
+    async def all_fit(sides: Any, workload: Any, plan: Any) -> Any:
+        return workload
+
     monkeypatch.setattr(tune, "one_pass", passed)
     monkeypatch.setattr(tune, "warm_up", warm)
     monkeypatch.setattr(tune, "check", fine)
+    monkeypatch.setattr(tune, "fitting", all_fit)
 
 
 def search(shapes: Sequence[DraftShape] = CHAINS, variants: Sequence[Variant] = (Variant(),), **more: Any) -> Search:
@@ -132,6 +137,8 @@ def test_combinations_of_flags():
     ]
     assert len(found) == 8 and str(found[2]) == "NCCL_ALGO=Ring --attention-backend triton --fuse"
     assert grid.variants([], []) == [Variant()]
+    (one, other) = grid.variants([r'--compilation-config={"a":1\,"b":2},'], [])
+    assert one.flags == ("--compilation-config", '{"a":1,"b":2}') and other.flags == ()
     for flags, variables in ((["attention=a"], []), (["--a"], []), ([], ["--a=b"]), ([], ["=b"])):
         with pytest.raises(UsageError, match="takes"):
             grid.variants(flags, variables)
@@ -234,6 +241,53 @@ def test_one_draft_that_fails(tmp_path):
     assert found["verdict"]["exit_code"] == 1 and "No way of drafting ran" in found["verdict"]["sentence"]
 
 
+def test_failures_of_the_side_without_drafts_show_nothing(tmp_path, monkeypatch):
+    async def fails(side: Any, prompts: Any, turn: int, level: Level, task: str) -> Pass:
+        done = await passed(side, prompts, turn, level, task)
+        broken = Answer("p", error="HTTP 500")
+        return replace(done, answers=(*done.answers, broken)) if side[1].plain else done
+
+    monkeypatch.setattr(tune, "one_pass", fails)
+    found = run(Machine(GOOD, per_token=0.001), search(), tmp_path)
+    assert found["verdict"]["exit_code"] == 3 and "50% of the requests failed" in found["verdict"]["sentence"]
+
+
+def test_no_engine_without_drafts_is_left(tmp_path, monkeypatch):
+    """The fastest flag's, which the halving left, dies in the last round."""
+    tried = grid.variants(["--fuse=,on"], [])
+    machine = Machine(USELESS, boost={"--fuse": 2.0}, launched=True)
+
+    async def dies(side: Any, *rest: Any) -> Pass:
+        if side[2] == "round 6" and str(side[1]) == "plain, --fuse":
+            raise BenchError("it died")
+        return await passed(side, *rest)
+
+    monkeypatch.setattr(tune, "one_pass", dies)
+    with pytest.raises(BenchError, match=r"No engine without drafts ran all rounds\. plain, --fuse: it died"):
+        run(machine, search(variants=tried, keep=1), tmp_path)
+
+
+def test_prompts_that_do_not_fit_are_named_and_the_others_stay_the_same(tmp_path, monkeypatch):
+    """Whoever is asked first says which fit: after a crash as well, though then it may be another one."""
+    asked: list[list[str]] = []
+
+    async def some(sides: Any, workload: Any, plan: Any) -> Any:
+        kept = {task: prompts[:2] for task, prompts in workload.prompts.items()}
+        return workload.only(kept, ["22 too long"])
+
+    async def watched(side: Any, prompts: Any, *rest: Any) -> Pass:
+        asked.append([prompt.key for prompt in prompts])
+        return await passed(side, prompts, *rest)
+
+    monkeypatch.setattr(tune, "fitting", some)
+    monkeypatch.setattr(tune, "one_pass", watched)
+    found = run(Machine(GOOD), search(rounds=1), tmp_path)
+    assert found["notes"] == ["prompts left out of the built-in prompts: 22 too long"]
+    monkeypatch.delattr(tune, "fitting")
+    again = run(Machine(GOOD), search(rounds=2), tmp_path, resume=True)
+    assert again["notes"] == found["notes"] and {key for keys in asked for key in keys} == {"chat/1", "chat/2"}
+
+
 @pytest.mark.parametrize("launched", [False, True])
 def test_resumed(tmp_path, launched):
     tried = grid.variants(["--x=a,b", "--y=,on"], [])
@@ -277,7 +331,8 @@ def chain(steps: int) -> DraftShape | None:
 
 def test_vllm_reads_the_table():
     """By the function that vLLM 0.32's scheduler calls."""
-    use = grid.for_vllm("/d", {1: chain(5), 8: chain(3), 32: None}, chain(3), by_batch=True)
+    given = {"method": "eagle3", "model": "/d", "num_speculative_tokens": 3, "draft_sample_method": "greedy"}
+    use = grid.for_vllm(given, {1: chain(5), 8: chain(3), 32: None}, chain(3), by_batch=True)
     config = json.loads(json.dumps(use.files["speculative-config.json"]))
     names: dict[str, Any] = {}
     exec(wheel("vllm-0.32.0").text("vllm/v1/spec_decode/dynamic/utils.py"), names)
@@ -286,9 +341,9 @@ def test_vllm_reads_the_table():
     assert [counts[size] for size in (1, 8, 32, 64)] == [5, 3, 0, 0] and most == 5
     fields = wheel("vllm-0.32.0").text("vllm/config/speculative.py")
     assert all(f"    {name}:" in fields for name in config)
-    older = grid.for_vllm("/d", {1: chain(5), 32: None}, chain(3), by_batch=False)
-    assert older.files["speculative-config.json"] == {"method": "eagle3", "model": "/d", "num_speculative_tokens": 3}
-    assert grid.for_vllm("/d", {1: None}, None, by_batch=True).flags == []
+    older = grid.for_vllm(given | {"num_speculative_tokens": 9}, {1: chain(5), 32: None}, chain(3), by_batch=False)
+    assert older.files["speculative-config.json"] == given, "as it was run, whatever else was asked for"
+    assert grid.for_vllm(given, {1: None}, None, by_batch=True).flags == []
 
 
 def test_sglang_reads_the_config(tmp_path):

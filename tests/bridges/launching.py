@@ -12,9 +12,13 @@ ENTRY = {"sglang": "sglang__launch_server", "vllm": "vllm__entrypoints__cli__mai
 
 
 def engine(folder: Path, name: str) -> Path:
-    """Put it on PYTHONPATH, and any Python has this engine."""
+    """Put it on PYTHONPATH, and any Python has this engine installed."""
     more = {"sglang__srt__models__wrapper": WRAPPER} if name == "sglang" else {}
     write(folder, {"sglang": SGLANG, "vllm": VLLM}[name], **more)
+    about = folder / f"{name}-0.7.1.dist-info"
+    about.mkdir(exist_ok=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.7.1\n")
+    (about / "RECORD").write_text(f"{name}/__init__.py,,\n")
     script = folder / f"{ENTRY[name].replace('__', '/')}.py"
     script.parent.mkdir(parents=True, exist_ok=True)
     script.write_text(Path(actor.__file__).read_text())

@@ -100,12 +100,14 @@ def test_flags_of_the_engine(eyas, here):
     ran = eyas(*arguments(here), "--", *tree, "--attention-backend", "triton", "--enable-metrics")
     assert ran.code == 1 and "wants pages of 1" in ran.said
     assert eyas(*arguments(here), "--", *tree, "--attention-backend", "fa3").code == 0
+    assert eyas(*arguments(here), "--", "--cuda-graph-bs", "1", "2", "4", *tree, "--attention-backend", "fa3").code == 0
 
 
 def test_reading_flags():
-    given = ["--a-b", "3", "--c=x", "-d", "--e", "-1.5", "--f", '{"k": [1]}', "--g"]
-    assert read_flags(given) == {"a_b": 3, "c": "x", "d": True, "e": -1.5, "f": {"k": [1]}, "g": True}
-    for broken in (["x"], ["--a", "1", "2"], ["--f", "{"]):
+    given = ["--a-b", "3", "--c=x", "-d", "--e", "-1.5", "--f", '{"k": [1]}', "--g", "--h", "1", "2", "x", "--i"]
+    said = {"a_b": 3, "c": "x", "d": True, "e": -1.5, "f": {"k": [1]}, "g": True, "h": [1, 2, "x"], "i": True}
+    assert read_flags(given) == said
+    for broken in (["x"], ["--a=1", "2"], ["--f", "{"]):
         with pytest.raises(UsageError):
             read_flags(broken)
 

@@ -7,7 +7,8 @@ import re
 import pytest
 from bridges import actor
 
-from eyas.bridges.failures import COMMON, Tracebacks, diagnose, exception_of
+from eyas.bridges import failures
+from eyas.bridges.failures import COMMON, Tracebacks, diagnose, exception_of, failing_lines
 from eyas.bridges.sglang import launch as sglang
 from eyas.bridges.vllm import launch as vllm
 
@@ -46,10 +47,19 @@ def test_an_earlier_one_is_not_the_cause():
     assert exception_of(picked(harmless + raised("ValueError: bad flag"))) == "ValueError: bad flag"
 
 
-def test_one_that_points_back():
+@pytest.mark.parametrize(
+    "says",
+    [
+        "Worker failed with error '...', please check the stack trace above for the root cause",
+        "WorkerProc initialization failed due to an exception in a background process. See stack trace for root cause.",
+        "EngineCore encountered an issue. See stack trace (above) for the root cause.",
+        "Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}",
+    ],
+)
+def test_one_that_points_back(says):
     worker = raised("KeyError: 'layers.9'", "(Worker pid=3) ") + "(Worker pid=3) INFO 11-30 08:13:05 [x.py:1] so\n"
     core = "(EngineCore pid=2) ERROR 11-30 08:13:05 [core.py:1] EngineCore failed to start.\n" + raised(
-        "RuntimeError: Worker failed with error '...', please check the stack trace above for the root cause",
+        f"RuntimeError: {says}",
         "(EngineCore pid=2) ERROR 11-30 08:13:05 [core.py:1] ",
     )
     assert exception_of(picked(worker + core)) == "KeyError: 'layers.9'"
@@ -76,6 +86,43 @@ def test_an_endless_one_is_cut():
     text = "Traceback (most recent call last):\n" + "  File x\n" * 3000 + "RecursionError: too deep\n"
     found = picked(text).splitlines()
     assert len(found) == 401 and found[-1] == "RecursionError: too deep" and "more lines" in found[200]
+
+
+def test_what_is_kept_of_a_long_life():
+    """A server that logs a traceback for each bad request, for months."""
+    found = Tracebacks(vllm._HEADER)
+    for number in range(3 * failures._MOST):
+        for line in raised(f"ValueError: {number}").splitlines():
+            found.feed(line)
+    assert len(found._blocks) == failures._MOST and found.root().endswith(f"ValueError: {number}")
+    found.mark()
+    for number in range(1000, 1000 + 3 * failures._MOST):
+        for line in raised(f"ValueError: {number}").splitlines():
+            found.feed(line)
+    assert len(found._blocks) == 2 * failures._MOST and found.root().endswith("ValueError: 1000")
+    for _ in range(10000):
+        found.feed("  File x")  # one that does not end
+    assert sum(len(block._head) + len(block._rest) for block in found._blocks) < 2 * failures._MOST * 10
+    found.forget()
+    assert found.root() == "" and not found._blocks
+
+
+def test_a_traceback_in_a_prompt():
+    asked = "(APIServer pid=1) INFO 11-30 08:13:05 [logger.py:1] Received request: prompt: 'why Traceback (most recent "
+    asked += "call last):\\n  File x\\nValueError: bad', params: SamplingParams(n=1)"
+    assert picked(raised("KeyError: 'mine'") + asked + "\n") == raised("KeyError: 'mine'").rstrip()
+
+
+def test_lines_by_which_it_fails():
+    asked = "(APIServer pid=1) INFO 11-30 08:13:05 [logger.py:1] Received request: 'EngineCore failed to start.'"
+    own = [
+        "(EngineCore pid=2) ERROR 11-30 08:13:05 [core.py:1] something went wrong",
+        "(APIServer pid=1) [shutdown] MPClient: engine core exited unexpectedly",
+        "RuntimeError: no more",
+        "api_server.py: error: unrecognized arguments: --x",
+    ]
+    lines = [asked, *own, 'INFO:     127.0.0.1:1 - "POST /v1/completions HTTP/1.1" 200 OK', "an Error: in a sentence"]
+    assert failing_lines(lines, vllm._HEADER, vllm._FATAL) == own
 
 
 # What each engine really says, from its source, and what has to be made of it.
@@ -109,6 +156,11 @@ SGLANG = [
     ("[Errno 98] error while attempting to bind on address ('127.0.0.1', 1): address already in use", "port", "--port"),
     ("ModuleNotFoundError: No module named 'sgl_kernel'", "whole: ModuleNotFoundError: No module", "--engine-python"),
     (
+        "safetensors._safetensors_rust.SafetensorError: Error while deserializing header: incomplete metadata, file no",
+        "a file of weights is not whole: Error while deserializing header: incomplete metadata",
+        "fetch them again",
+    ),
+    (
         "CannotServeEagle3: eyas-plugin: X cannot be a target of EAGLE-3 in this SGLang: nothing inside it has y.",
         "eyas-plugin: X cannot be a target of EAGLE-3 in this SGLang: nothing inside it has y.",
         "eyas check",
@@ -119,7 +171,7 @@ VLLM = [
     ("AttributeError: 'KimiVLConfig' object has no attribute 'image_token_index'", "image_token", "--hf-overrides"),
     (
         "ValueError: There is no module or parameter named 'midlayer.fc' in Eagle3LlamaForCausalLM.",
-        "no place for the weight midlayer.fc",
+        "no place for weights named midlayer.fc",
         "--to vllm",
     ),
     ("ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`", "no room", "CPU"),

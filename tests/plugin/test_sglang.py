@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from plugin import environments, models
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
 ADDED = ["set_eagle3_layers_to_capture", "get_embed_and_head", "set_embed_and_head"]
 CHOSEN, DEFAULT = [i + 1 for i in models.IDS], [2, 5, 7]  # entry ids

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from plugin import environments, models
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
 MEMBERS = {
     "set_aux_hidden_state_layers",

@@ -31,10 +31,6 @@ class Agreement:
     explained: tuple[Unlike, ...] = field(default=(), compare=False)
 
     @property
-    def rate(self) -> float | None:
-        return self.same / self.answers if self.answers else None
-
-    @property
     def strange(self) -> bool:
         """Greedily, these sides do not run the same model, or one of them makes its tokens up."""
         return self.answers > 0 and (self.at_once > STRANGE * self.answers or self.rare)

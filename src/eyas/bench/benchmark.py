@@ -52,11 +52,12 @@ class Benchmark:
             for name in SIDES:  # the last one that started ends first
                 sides.push_async_callback(self.sides[name].close)
             report("asking both sides what they are")
-            facts = await pairing.start(self.sides, report)
+            facts = {name: await self.sides[name].start(report) for name in SIDES}
             if found := refusals(facts["without"], facts["with"], self.plan.levels):
                 raise BenchError("This would show nothing about speculation. " + " ".join(found))
             report("looking for prompts that are too long")
-            workload = await pairing.fitting(self.sides, self.workload, self.plan)
+            last_first = [self.sides[name] for name in reversed(SIDES)]  # which is there in any case
+            workload = await pairing.fitting(last_first, self.workload, self.plan)
             journal = Journal(self.journal, self._settings(facts), resume=self.resume)
             pairs = await pairing.measure(self.sides, workload, self.plan, journal, report)
             report("comparing the answers")
@@ -88,14 +89,8 @@ class Benchmark:
     ) -> dict[str, Any]:
         plan, greedy = self.plan, not self.plan.sampling.temperature
         rows, verdict = results.assemble(pairs, plan.levels, self.even)
-        refused = results.disagreement(agreed) if greedy else []
-        judged = {
-            "outcome": verdict.outcome,
-            "sentence": verdict.sentence,
-            "exit_code": verdict.exit_code,
-            "break_even": verdict.break_even,
-        }
-        if refused:
+        judged = {**vars(verdict), "exit_code": verdict.exit_code}
+        if refused := results.disagreement(agreed) if greedy else []:
             judged |= {"outcome": "not judged", "sentence": " ".join(refused), "exit_code": 1, "break_even": None}
         return {
             "kind": "eyas bench",

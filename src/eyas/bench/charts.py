@@ -16,15 +16,13 @@ def speedup(rows: Sequence[Mapping[str, Any]], even: float) -> str:
     """Speedup over the levels, with its interval."""
     xs = _places(len(rows))
     tops = [row["high"] if row["high"] is not None else row["speedup"] for row in rows]
-    scale, marks = _axis([*tops, *(row["low"] for row in rows), even], from_zero=True)
+    scale, marks = _axis(max(*tops, even))
     parts = [_grid(marks, scale, "{:g}x")]
     parts.append(f'<line class="even" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{scale(even):.1f}" y2="{scale(even):.1f}"/>')
-    edge = [
-        *((x, t) for x, t in zip(xs, tops, strict=True)),
-        *reversed([(x, r["low"]) for x, r in zip(xs, rows, strict=True)]),
-    ]
     if len(rows) > 1:
-        parts.append(f'<polygon class="band" points="{_points([(x, scale(v)) for x, v in edge])}"/>')
+        above = [(x, scale(top)) for x, top in zip(xs, tops, strict=True)]
+        below = [(x, scale(row["low"])) for x, row in zip(xs, rows, strict=True)]
+        parts.append(f'<polygon class="band" points="{_points([*above, *reversed(below)])}"/>')
         line = [(x, scale(row["speedup"])) for x, row in zip(xs, rows, strict=True)]
         parts.append(f'<polyline class="with" points="{_points(line)}"/>')
     for x, row, top in zip(xs, rows, tops, strict=True):
@@ -38,14 +36,12 @@ def speedup(rows: Sequence[Mapping[str, Any]], even: float) -> str:
 
 def quantiles(curves: Mapping[str, Sequence[float]], what: str) -> str:
     """Which share of the requests had it by when: a line for each side. Milliseconds; the slowest stand at the edge."""
-    most = max(1000 * values[-2] for values in curves.values())
-    marks = _marks(0.0, most)
-    span = marks[-1] or 1.0
+    marks = _marks(max(1000 * values[-2] for values in curves.values()))
 
     def across(value: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * min(value / span, 1.0)
+        return LEFT + (WIDTH - LEFT - RIGHT) * min(value / marks[-1], 1.0)
 
-    scale, shares = _axis([0.0, 100.0], from_zero=True)
+    scale, shares = _axis(100.0)
     parts = [_grid(shares, scale, "{:g}%"), *(_under(across(mark), f"{mark:g}") for mark in marks)]
     for name, values in curves.items():
         steps = [(across(1000 * v), scale(100 * n / (len(values) - 1))) for n, v in enumerate(values)]
@@ -57,7 +53,7 @@ def quantiles(curves: Mapping[str, Sequence[float]], what: str) -> str:
 
 def bars(values: Sequence[float | None], what: str) -> str:
     """Shares from 0 to 1, by position; a gap where one is unknown."""
-    scale, marks = _axis([0.0, 1.0], from_zero=True)
+    scale, marks = _axis(1.0)
     xs, parts = _places(len(values)), [_grid(marks, scale, "{:.0%}")]
     width = min(34.0, 0.7 * (WIDTH - LEFT - RIGHT) / max(len(values), 1))
     for number, (x, value) in enumerate(zip(xs, values, strict=True), start=1):
@@ -90,25 +86,22 @@ def steps(parts: Mapping[str, Mapping[str, float]]) -> str:
 # Scales
 
 
-def _axis(values: Sequence[float], *, from_zero: bool) -> tuple[Any, list[float]]:
-    marks = _marks(0.0 if from_zero else min(values), max(values))
-    low, high = marks[0], marks[-1]
+def _axis(most: float) -> tuple[Any, list[float]]:
+    """From 0 upwards: where a value stands, and the marks."""
+    marks = _marks(most)
 
     def scale(value: float) -> float:
-        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (value - low) / (high - low)
+        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * value / marks[-1]
 
     return scale, marks
 
 
-def _marks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers that enclose a range."""
-    if not high > low:
-        high = low + 1.0
-    rough = (high - low) / about
+def _marks(most: float, about: int = 5) -> list[float]:
+    """Round numbers from 0 to beyond ``most``."""
+    rough = (most if most > 0 else 1.0) / about
     power = 10 ** math.floor(math.log10(rough))
     step = next(power * n for n in (1, 2, 2.5, 5, 10) if power * n >= rough * 0.999)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(step * n, 12) for n in range(first, last + 1)]
+    return [round(step * n, 12) for n in range(math.ceil(about * rough / step - 1e-9) + 1)]
 
 
 def _places(count: int) -> list[float]:

@@ -41,41 +41,37 @@ class Endpoint:
 
     async def page(self, path: str) -> str | None:
         """What is there; None where nothing is. Raises BenchError where nobody answers."""
-        import httpx
-
-        try:
-            reply = await self._http.get(self.root + path, timeout=httpx.Timeout(30.0, connect=10.0))
-        except httpx.HTTPError as error:
-            raise BenchError(f"{self.shown} cannot be reached ({_what(error)}): is the server running?") from error
+        reply = await self._reach("GET", path)
         if reply.status_code in (401, 403) and path == "/v1/models":  # other pages may be kept from everybody
             raise BenchError(f"{self.shown} wants another key ({reason(reply)}): set {KEY}.")
         return None if reply.is_error else reply.text
 
     async def alive(self) -> bool:
         """Whether anybody is there who has not broken down."""
-        import httpx
-
         try:
-            return (await self._http.get(f"{self.root}/v1/models", timeout=10.0)).status_code < 500
-        except httpx.HTTPError:
+            return (await self._reach("GET", "/v1/models")).status_code < 500
+        except BenchError:
             return False
 
     async def forget(self) -> bool:
         """Empties the server's prefix cache; False where it has no way to. Raises BenchError where nobody answers."""
+        for path in FORGET:
+            for _ in range(3):
+                status = (await self._reach("POST", path)).status_code
+                if status != 400:
+                    break
+                await asyncio.sleep(0.2)  # SGLang refuses as long as a request is ending
+            if status < 300:
+                return True
+        return False
+
+    async def _reach(self, method: str, path: str) -> httpx.Response:
         import httpx
 
         try:
-            for path in FORGET:
-                for _ in range(3):
-                    status = (await self._http.post(self.root + path, timeout=30.0)).status_code
-                    if status != 400:
-                        break
-                    await asyncio.sleep(0.2)  # SGLang refuses as long as a request is ending
-                if status < 300:
-                    return True
+            return await self._http.request(method, self.root + path, timeout=httpx.Timeout(30.0, connect=10.0))
         except httpx.HTTPError as error:
             raise BenchError(f"{self.shown} cannot be reached ({_what(error)}): is the server running?") from error
-        return False
 
     async def json(self, path: str) -> dict[str, Any] | None:
         """The same, where it is a JSON object."""
@@ -234,10 +230,8 @@ def local(root: str) -> bool:
 
 
 def _client(root: str) -> httpx.AsyncClient:
-    try:
-        import httpx
-    except ImportError as error:
-        raise BenchError("Endpoints need httpx: install the extra eyas[bench].") from error
+    import httpx
+
     key = os.environ.get(KEY)
     return httpx.AsyncClient(
         headers={"Authorization": f"Bearer {key}"} if key else {},

@@ -28,7 +28,7 @@ def _cells(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     return [
         f"{after['level']['kind']} {after['level']['value']:g}",
         after["task"],
-        *(f"{row['speedup']:.2f}x [{row['low']:.2f}, {_high(row)}]" for row in (before, after)),
+        *(f"{row['speedup']:.2f}x [{row['low']:.2f}, {_top(row):.2f}]" for row in (before, after)),
         _change(before, after),
         *(
             f"{before[side]['tokens_per_second']:,.1f} -> {after[side]['tokens_per_second']:,.1f}"
@@ -72,10 +72,6 @@ def _key(row: Mapping[str, Any]) -> tuple[str, float, str]:
 
 def _top(row: Mapping[str, Any]) -> float:
     return float("inf") if row["high"] is None else row["high"]
-
-
-def _high(row: Mapping[str, Any]) -> str:
-    return f"{_top(row):.2f}"
 
 
 def _length(row: Mapping[str, Any]) -> str:

@@ -12,23 +12,21 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from eyas.bench.client import Endpoint, local
-from eyas.bench.provenance import no_password
+from eyas.bench.provenance import SECRET, no_password
 from eyas.bridges.flags import read_flags
 from eyas.core import DraftShape, UsageError
 
 SIMULATED = "SGLANG_SIMULATE_ACC_LEN"
-# Of the arguments that two sides may differ in, those that cannot change how fast they are, or must differ.
-APART = {
-    *("sc", "spec_config", "num_lookahead_slots", "drafter", "acceptance", "policy"),
-    *("host", "port", "nccl_port", "dist_init_addr", "base_gpu_id", "served_model_name", "random_seed", "seed"),
-    *("show_time_cost", "enable_metrics", "crash_dump_folder", "version", "status", "startup_time", "uptime"),
-    *("num_running_reqs", "num_queue_reqs", "max_queued_requests"),
-    *("max_running_requests", "max_total_num_tokens", "max_req_input_len"),  # of the limits, judged by themselves
-}
-# And those that another launch of the same command changes.
+# Arguments that another launch of the same command changes.
 VOLATILE = {
     *("acceptance", "policy", "num_running_reqs", "num_queue_reqs", "status", "startup_time", "uptime"),
     *("host", "port", "nccl_port", "dist_init_addr", "random_seed", "max_total_num_tokens", "max_req_input_len"),
+}
+# Of those that two sides may differ in, what cannot change how fast they are, or must differ, or is judged by itself.
+APART = VOLATILE | {
+    *("spec_config", "num_lookahead_slots", "drafter", "base_gpu_id", "served_model_name", "seed"),
+    *("show_time_cost", "enable_metrics", "crash_dump_folder", "version"),
+    *("max_running_requests", "max_queued_requests"),
 }
 ALIASES = {
     "tp": "tp_size",
@@ -38,9 +36,22 @@ ALIASES = {
     "dp": "dp_size",
     "data_parallel_size": "dp_size",
     "expert_parallel_size": "ep_size",
+    "max_model_len": "context_length",
+    "cache_dtype": "kv_cache_dtype",
     "q": "quantization",
+    "sc": "speculative_config",
 }
-SECRET = ("key", "token", "password", "launch_command")  # ends of names whose values nobody else needs to know
+# What matters of vLLM's nested configuration.
+VLLM = {
+    "model": (
+        *("model", "dtype", "quantization", "max_model_len", "enforce_eager"),
+        *("override_generation_config", "generation_config"),
+    ),
+    "scheduler": ("max_num_seqs", "max_num_batched_tokens"),
+    "cache": ("cache_dtype", "enable_prefix_caching"),
+    "parallel": ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
+    "load": ("load_format",),
+}
 MODEL = ("revision", "dtype", "quantization", "kv_cache_dtype", "tp_size", "dp_size", "pp_size", "ep_size")
 
 
@@ -179,32 +190,16 @@ def _engine(told: Told) -> str:
 
 def _vllm_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """The nested configuration under the names of its flags, as far as they matter here."""
-    parts = ("model", "scheduler", "cache", "parallel", "load")
-    model, scheduler, cache, parallel, load = (config.get(f"{part}_config") or {} for part in parts)
-    found = {
-        "model": model.get("model"),
-        "dtype": model.get("dtype"),
-        "load_format": load.get("load_format"),
-        "context_length": model.get("max_model_len"),
-        "max_num_seqs": scheduler.get("max_num_seqs"),
-        "max_num_batched_tokens": scheduler.get("max_num_batched_tokens"),
-        "kv_cache_dtype": cache.get("cache_dtype"),
-        "enable_prefix_caching": cache.get("enable_prefix_caching"),
-        "enforce_eager": model.get("enforce_eager"),
-        "tp_size": parallel.get("tensor_parallel_size"),
-        "pp_size": parallel.get("pipeline_parallel_size"),
-        "dp_size": parallel.get("data_parallel_size"),
-        "override_generation_config": model.get("override_generation_config"),
-        "generation_config": model.get("generation_config"),
-        "speculative_config": config.get("speculative_config"),
-    }
-    given = {name: value for name, value in found.items() if value is not None}
-    return given | ({"quantization": model["quantization"]} if "quantization" in model else {})  # None: of no kind
+    found = {"speculative_config": config.get("speculative_config")}
+    for part, names in VLLM.items():
+        told = config.get(f"{part}_config") or {}
+        found |= {ALIASES.get(name, name): told[name] for name in names if name in told}
+    return {name: value for name, value in found.items() if value is not None or name == "quantization"}  # of no kind
 
 
 def _draft_config(settings: Mapping[str, Any], flags: Mapping[str, Any]) -> Mapping[str, Any]:
     """vLLM's --speculative-config, from wherever it is told."""
-    found = settings.get("speculative_config") or flags.get("speculative_config") or flags.get("sc")
+    found = settings.get("speculative_config") or flags.get("speculative_config")
     return found if isinstance(found, Mapping) else {}
 
 
@@ -244,8 +239,7 @@ def _running(info: Mapping[str, Any], settings: Mapping[str, Any], flags: Mappin
         counts = [_number(s.get("effective_max_running_requests_per_dp")) for s in states if isinstance(s, Mapping)]
         if counts and all(counts):
             return sum(count for count in counts if count)
-    wanted = [settings.get(n) for n in ("max_running_requests", "max_num_seqs")]
-    return _number(*wanted, flags.get("max_num_seqs"), flags.get("max_running_requests"))
+    return _number(*(told.get(n) for told in (settings, flags) for n in ("max_running_requests", "max_num_seqs")))
 
 
 def _shape(settings: Mapping[str, Any], draft: Mapping[str, Any]) -> DraftShape | None:
@@ -305,9 +299,8 @@ def flags_of(command: Sequence[str] | None) -> dict[str, Any] | None:
         found = read_flags(arguments[_first_flag(arguments) :])
     except UsageError:
         return None
-    dotted = {
-        n.partition(".")[2]: v for n, v in found.items() if n.startswith("speculative_config.")
-    }  # vLLM takes both
+    both = [name.partition(".") for name in found]  # --speculative-config.KEY VALUE, as vLLM takes it too
+    dotted = {key: found[f"{name}.{key}"] for name, dot, key in both if dot and name == "speculative_config"}
     found = {ALIASES.get(name, name): value for name, value in found.items()}
     return found | ({"speculative_config": dotted} if dotted else {})
 

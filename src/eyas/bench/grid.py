@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise, product
@@ -30,7 +31,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Contender:
-    """One way of running the engine. ``shape`` None drafts nothing; ``auto``: the embedded engine decides by itself."""
+    """One way of running the engine. ``shape`` None drafts nothing, unless ``auto``: the engine decides by itself."""
 
     shape: DraftShape | None = None
     variant: Variant = field(default_factory=Variant)
@@ -48,7 +49,8 @@ class Contender:
 def variants(flags: Sequence[str], variables: Sequence[str]) -> list[Variant]:
     """Every combination of ``--flag=a,b`` and ``NAME=a,b``, that of the first values first.
 
-    An empty value leaves the flag or variable out, and ``on`` is a flag without a value.
+    An empty value leaves the flag or variable out, ``on`` is a flag without a value, and a comma within a value is
+    ``\\,``.
     """
     choices: list[list[tuple[str, str, str]]] = []
     for kind, given in (("flag", flags), ("variable", variables)):
@@ -57,7 +59,8 @@ def variants(flags: Sequence[str], variables: Sequence[str]) -> list[Variant]:
             if not equals or not name.strip("-") or name.startswith("--") != (kind == "flag"):
                 form = "--vary takes '--flag=a,b'" if kind == "flag" else "--vary-env takes NAME=a,b"
                 raise UsageError(f"{form}, got {text!r}.")
-            choices.append([(kind, name, value) for value in values.split(",")])
+            split = [value.replace(r"\,", ",") for value in re.split(r"(?<!\\),", values)]
+            choices.append([(kind, name, value) for value in split])
     found = []
     for combination in product(*choices):
         set_ = [one for one in combination if one[2]]
@@ -207,11 +210,14 @@ def ranges(at: Mapping[int, T]) -> list[tuple[int, int, T]]:
     return found
 
 
-def for_vllm(drafter: str, at: Mapping[int, DraftShape | None], one: DraftShape | None, *, by_batch: bool) -> Use:
-    """``one`` is the best for all batches; ``by_batch``: this version can change with them."""
+def for_vllm(
+    config: Mapping[str, Any], at: Mapping[int, DraftShape | None], one: DraftShape | None, *, by_batch: bool
+) -> Use:
+    """``config`` is what was run, whatever it drafted. ``one`` is the best for all batches; ``by_batch``: this version
+    can change with them.
+    """
     counts = {level: shape.num_steps if shape else 0 for level, shape in at.items()}
-    config: dict[str, Any] = {"method": "eagle3", "model": drafter}
-    notes = []
+    config, notes = dict(config), []
     if by_batch and len(set(counts.values())) > 1:
         config["num_speculative_tokens"] = max(counts.values())
         config["num_speculative_tokens_per_batch_size"] = [list(piece) for piece in ranges(counts)]

@@ -5,20 +5,29 @@ No number here was taken from a measurement of speculative decoding, and none wa
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from eyas.core import UsageError
 
-ALGORITHMS = ("ring", "one-shot")
 FORMATS = ("bf16", "fp8", "int8", "fp4")  # what matrix products run in
-_MAX_FILE = 1_000_000
+_Positive = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
+_NotNegative = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
+_Share = Annotated[float, Field(gt=0, le=1, strict=True)]
 
 
-@dataclass(frozen=True)
+def _known(peaks: Mapping[str, float]) -> Mapping[str, float]:
+    if "bf16" not in peaks or not peaks.keys() <= set(FORMATS):
+        raise ValueError(f"expected bf16, and {', '.join(FORMATS[1:])} where they are faster")
+    return peaks
+
+
+@dataclass(frozen=True, config={"extra": "forbid"})
 class AllReduce:
     """One way of adding up a message of n bytes over G GPUs.
 
@@ -31,16 +40,11 @@ class AllReduce:
     engines do not use it unless they are told to.
     """
 
-    algorithm: str
-    base_us: float
-    hop_us: float
-    gb_s: float
+    algorithm: Literal["ring", "one-shot"]
+    base_us: _NotNegative
+    hop_us: _NotNegative
+    gb_s: _Positive
     stock: bool = True
-
-    def __post_init__(self) -> None:
-        if self.algorithm not in ALGORITHMS:
-            raise UsageError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {self.algorithm!r}.")
-        _check_numbers(self, positive=("gb_s",), others=("base_us", "hop_us"))
 
     def seconds(self, size: float, gpus: int) -> float:
         """Of an all-reduce of ``size`` bytes."""
@@ -58,7 +62,7 @@ class AllReduce:
         return (self.base_us + hops * self.hop_us) * 1e-6 + volume / (self.gb_s * 1e9)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config={"extra": "forbid"})
 class Hardware:
     """One GPU (or CPU), and how several of it talk. Field names and units are those of a profile's YAML file.
 
@@ -68,30 +72,15 @@ class Hardware:
     """
 
     name: str
-    memory_gb: float
-    memory_gb_s: float
-    tflops: Mapping[str, float]  # dense peaks by format; what is missing runs in bf16
-    memory_efficiency: float = 0.9
-    compute_efficiency: float = 0.75
-    kernel_us: float = 2.0
-    step_us: float = 0.0
+    memory_gb: _Positive
+    memory_gb_s: _Positive
+    tflops: Annotated[Mapping[str, _Positive], AfterValidator(_known)]  # dense peaks; others run in bf16
+    memory_efficiency: _Share = 0.9
+    compute_efficiency: _Share = 0.75
+    kernel_us: _NotNegative = 2.0
+    step_us: _NotNegative = 0.0
     all_reduce: Mapping[str, AllReduce] = field(default_factory=dict)
     source: str = ""
-
-    def __post_init__(self) -> None:
-        _check_numbers(
-            self,
-            positive=("memory_gb", "memory_gb_s", "memory_efficiency", "compute_efficiency"),
-            others=("kernel_us", "step_us"),
-        )
-        for name in ("memory_efficiency", "compute_efficiency"):
-            if getattr(self, name) > 1:
-                raise UsageError(f"{name} is a share and must be at most 1, got {getattr(self, name)}.")
-        unknown = [name for name in self.tflops if name not in FORMATS]
-        if unknown or "bf16" not in self.tflops:
-            raise UsageError(f"tflops takes {', '.join(FORMATS)} and must have bf16, got {', '.join(self.tflops)}.")
-        if not all(_number(peak) and peak > 0 for peak in self.tflops.values()):
-            raise UsageError(f"tflops must be numbers above 0, got {dict(self.tflops)}.")
 
     @property
     def bytes_per_second(self) -> float:
@@ -119,18 +108,6 @@ class Hardware:
             known = ", ".join(self.all_reduce) or "none"
             raise UsageError(f"{self.name} has no all-reduce called {name!r}; it has: {known}.")
         return replace(self, all_reduce={name: replace(self.all_reduce[name], stock=True)})
-
-
-def _number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]  # a bool is none
-
-
-def _check_numbers(what: object, positive: tuple[str, ...], others: tuple[str, ...]) -> None:
-    for name in (*positive, *others):
-        value = getattr(what, name)
-        if not _number(value) or value < 0 or (value == 0 and name in positive):
-            least = "above 0" if name in positive else "and not negative"
-            raise UsageError(f"{name} must be a number {least}, got {value!r}.")
 
 
 # All-reduce. Latencies of the rings: NCCL's own cost model (src/graph/tuning.cc: ring LL base 6.6 us; a hop 0.6 us over
@@ -188,49 +165,25 @@ PROFILES = {
 
 
 def find_hardware(name: str) -> Hardware:
-    """A profile that comes along, or one from a YAML file. Raises UsageError for anything else."""
+    """A profile that comes along, or one from a YAML file. Raises UsageError for anything else, naming what is wrong."""
+    import yaml
+
     if name in PROFILES:
         return PROFILES[name]
     file = Path(name).expanduser()
     if file.suffix.lower() not in (".yaml", ".yml"):
         raise UsageError(f"no hardware called {name!r}: name a .yaml file, or one of {', '.join(PROFILES)}.")
-    return read_hardware(file)
-
-
-def read_hardware(file: Path) -> Hardware:
-    """A profile of one's own. Raises UsageError naming the file and the key that is wrong."""
-    import yaml
-
     try:
-        if file.stat().st_size > _MAX_FILE:
-            raise UsageError(f"{file} is too large for a hardware profile: {file.stat().st_size:,} bytes.")
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{file} cannot be read: {error}.") from error
     except (yaml.YAMLError, RecursionError) as error:
         raise UsageError(f"{file} is not YAML: {' '.join(str(error).split())}.") from error
+    if not isinstance(content, dict):
+        raise UsageError(f"{file} must hold keys and values, found {type(content).__name__}.")
     try:
-        content = _mapping(content, "a hardware profile")
-        ways = _mapping(content.get("all_reduce") or {}, "all_reduce")
-        made = {name: _made(AllReduce, _mapping(way, name), f"all_reduce.{name}") for name, way in ways.items()}
-        peaks = _mapping(content.get("tflops"), "tflops")
-        return _made(Hardware, {"name": file.stem, **content, "tflops": peaks, "all_reduce": made}, "the profile")
-    except UsageError as error:
-        raise UsageError(f"{file}: {error}") from None
-
-
-def _mapping(value: Any, what: str) -> dict[str, Any]:
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise UsageError(f"{what} must be keys and values, found {'nothing' if value is None else repr(value)[:80]}.")
-    return value
-
-
-def _made(kind: type, values: Mapping[str, Any], what: str) -> Any:
-    known = {field.name: field for field in fields(kind)}
-    unknown = sorted(values.keys() - known.keys())
-    if unknown:
-        raise UsageError(f"{what} has the unknown key {unknown[0]!r}; known are {', '.join(known)}.")
-    needed = [n for n, f in known.items() if f.default is MISSING and f.default_factory is MISSING and n not in values]
-    if needed:
-        raise UsageError(f"{what} lacks {', '.join(needed)}.")
-    return kind(**values)
+        return TypeAdapter(Hardware).validate_python({"name": file.stem, **content})
+    except ValidationError as error:
+        first = error.errors()[0]
+        place, said = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+        raise UsageError(f"{file}: {place}: {said}, found {repr(first['input'])[:80]}.") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,32 +27,29 @@ class Entries:
         if resume:
             self._read(settings)
         else:
-            path.parent.mkdir(parents=True, exist_ok=True)
             self.write({"format": FORMAT, "settings": dict(settings)})
 
     def write(self, entry: Mapping[str, Any]) -> None:
         try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry) + "\n")
         except OSError as error:
             raise BenchError(f"{self.path} cannot be written ({error.strerror}): what it holds is kept.") from error
 
     def _read(self, settings: Mapping[str, Any]) -> None:
-        lines = self.path.read_text(encoding="utf-8").splitlines()
+        whole, end, cut = self.path.read_bytes().rpartition(b"\n")
         entries = []
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(whole.splitlines(), start=1):
             try:
                 entries.append(json.loads(line))
             except ValueError as error:
-                if number < len(lines):  # the last one may have been cut off
-                    raise BenchError(
-                        f"{self.path}, line {number} is damaged: start anew with another --out."
-                    ) from error
-        if not entries or entries[0].get("format") != FORMAT:
+                raise BenchError(f"{self.path}, line {number} is damaged: start anew with another --out.") from error
+        if not entries or not isinstance(entries[0], dict) or entries[0].get("format") != FORMAT:
             raise BenchError(f"{self.path} is no journal of this version of Eyas: choose another --out.")
         _same(self.path, entries[0]["settings"], json.loads(json.dumps(settings)))
-        if len(entries) < len(lines):  # so that what follows begins a line of its own
-            self.path.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
+        if cut:  # in the middle of a line: what follows begins one of its own
+            os.truncate(self.path, len(whole + end))
         self.read = entries[1:]
 
 

@@ -15,11 +15,12 @@ from pathlib import Path
 
 from eyas.bench.client import Endpoint
 from eyas.bench.facts import Facts
-from eyas.bench.grid import sglang_shape
+from eyas.bench.grid import Contender, sglang_shape
 from eyas.bench.passes import Answer, BenchError, Name
 from eyas.bench.sides import EndpointSide, Say, Unlike, quiet
 from eyas.bench.workload import Prompt
 from eyas.bridges import launch
+from eyas.bridges.flags import Given
 from eyas.bridges.following import Ended, Ready, Server, Stage
 from eyas.bridges.launch import Asked, DoesNotFitError, Plan
 from eyas.core import DraftShape, EyasError, SamplingParams, UsageError
@@ -32,36 +33,31 @@ OURS = ("port", "host")
 DEVELOPING = {"vllm": {"VLLM_SERVER_DEV_MODE": "1"}, "sglang": dict[str, str]()}
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What a launch has of its own. ``shape`` None leaves it to the engine."""
-
-    drafts: bool
-    shape: DraftShape | None = None
-    flags: tuple[str, ...] = ()  # behind everybody's
-    variables: tuple[tuple[str, str], ...] = ()
-
-
-def planned(asked: Asked, setting: Setting, port: int, running: int) -> Plan:
-    """What is run: ``asked`` with this setting, at ``port`` of this machine. ``running``: requests at a time, at most.
+def planned(asked: Asked, one: Contender, running: int) -> Plan:
+    """What is run: ``asked`` in this way, at a port of this machine. ``running``: requests at a time, at most.
 
     Raises UsageError for what cannot be launched like that, BenchError for a pair that does not fit.
     """
-    given = [part.partition("=")[0].lstrip("-").replace("_", "-") for part in asked.arguments if part[:2] == "--"]
+    own = [*asked.arguments, *one.variant.flags]
+    given = [part.partition("=")[0].lstrip("-").replace("_", "-") for part in own if part[:2] == "--"]
     for name in OURS:
         if name in given:
             raise UsageError(f"--{name} is chosen by the judge, which starts the engine on this machine: leave it out.")
-    flags = [*asked.arguments, *setting.flags, "--host", "127.0.0.1", "--port", str(port)]
+    flags = [*own, "--host", "127.0.0.1", "--port", str(free_port())]
     if asked.engine == "sglang":
         flags += ["--enable-metrics"] if "enable-metrics" not in given else []
         if "max-running-requests" not in given:
             flags += ["--max-running-requests", str(max(CAP, running))]
-    if setting.shape:
-        flags += shape_flags(asked.engine, setting.shape)
-    environment = {**os.environ, **DEVELOPING[asked.engine], **dict(setting.variables)}
+    if one.shape and asked.engine == "vllm":
+        if one.shape.eagle_topk > 1:
+            raise UsageError("vLLM drafts chains only: leave out --speculative-eagle-topk.")
+        flags += ["--spec-tokens", str(one.shape.num_steps)]
+    elif one.shape:
+        flags += sglang_shape(one.shape)
+    environment = {**os.environ, **DEVELOPING[asked.engine], **dict(one.variant.variables)}
     try:
         found = launch.plan(replace(asked, arguments=tuple(flags)), environment)
-        return found if setting.drafts else plainly(found)
+        return plainly(found) if one.plain else found
     except DoesNotFitError as error:
         wrong = [p.evidence for p in error.report.problems if p.severity in ("fails", "silent")]
         raise BenchError(
@@ -69,19 +65,19 @@ def planned(asked: Asked, setting: Setting, port: int, running: int) -> Plan:
         ) from error
 
 
-def shape_flags(engine: str, shape: DraftShape) -> list[str]:
-    """Raises UsageError for a tree in vLLM."""
-    if engine == "vllm" and shape.eagle_topk > 1:
-        raise UsageError("vLLM drafts chains only: leave out --speculative-eagle-topk.")
-    return ["--spec-tokens", str(shape.num_steps)] if engine == "vllm" else sglang_shape(shape)
-
-
 def plainly(found: Plan) -> Plan:
-    """The same command without its drafter: all flags that begin like speculative ones are left out."""
+    """The same command without its drafter. All speculative flags begin alike: of vLLM's spellings a plan makes one.
+
+    Raises UsageError where a file behind --config says how to draft.
+    """
+    for name in Given.read(found.asked.arguments, ()).file:
+        if name.startswith("speculative"):
+            flag = name.replace("_", "-")
+            raise UsageError(f"--config: {flag} in the file holds without speculation too: give it as an argument.")
     command, dropped = list[str](), False
     for part in found.command:
         if part.startswith("-"):
-            dropped = part.startswith(("--speculative", "--spec-", "-sc"))
+            dropped = part.startswith("--speculative")
         if not dropped:
             command.append(part)
     flags = {name: value for name, value in found.flags.items() if not name.startswith("speculative")}
@@ -234,27 +230,24 @@ def both(
     seeded: bool = False,
 ) -> tuple[dict[Name, LaunchedSide], bool]:
     """One engine launched both ways, and whether one at a time. Side by side by default where it computes on a CPU."""
-    plans: dict[Name, Plan] = {
-        "without": planned(asked, Setting(False), free_port(), running),
-        "with": planned(asked, Setting(True, shape), free_port(), running),
-    }
-    sides = {
-        name: LaunchedSide(
+
+    def side(name: Name, one: Contender) -> LaunchedSide:
+        return LaunchedSide(
             name,
             sampling=sampling,
             seeded=seeded,
-            plan=found,
+            plan=planned(asked, one, running),
             log=log.with_suffix(f".{name}.log"),
             model=model,
             completions=completions,
         )
-        for name, found in plans.items()
-    }
-    alone = not (computes_on_cpu(plans["with"]) if side_by_side is None else side_by_side)
+
+    without, with_ = side("without", Contender()), side("with", Contender(shape, auto=shape is None))
+    alone = not (computes_on_cpu(with_.plan) if side_by_side is None else side_by_side)
     if alone:
-        sides["without"].rivals, sides["with"].rivals = (sides["with"],), (sides["without"],)
+        without.rivals, with_.rivals = (with_,), (without,)
     elif not asked.share_gpus:  # each is the other's neighbour on the GPUs: who else is there is asked once, for both
-        launch.check_free(plans["without"])
-        for side in sides.values():
-            side.plan = replace(side.plan, asked=replace(side.plan.asked, share_gpus=True))
-    return sides, alone
+        launch.check_free(without.plan)
+        for one in (without, with_):
+            one.plan = replace(one.plan, asked=replace(one.plan.asked, share_gpus=True))
+    return {"without": without, "with": with_}, alone

@@ -13,12 +13,11 @@ from itertools import groupby
 from typing import Any
 
 from eyas.bench import load
-from eyas.bench.facts import Facts
-from eyas.bench.journal import Journal, Place
+from eyas.bench.journal import Journal
 from eyas.bench.passes import SIDES, Answer, BenchError, Heard, Level, Name, Pair, Pass
-from eyas.bench.sides import Say, Side, quiet
+from eyas.bench.sides import Side
 from eyas.bench.workload import Prompt, Workload, chosen
-from eyas.core import SamplingParams
+from eyas.core import EyasError, SamplingParams
 
 ROUNDS = 10
 ARRIVING = 30.0
@@ -68,23 +67,18 @@ class Progress:
 Report = Callable[[str | Progress], None]
 
 
-async def start(sides: Mapping[Name, Side], report: Say = quiet) -> dict[Name, Facts]:
-    """Both sides answer, and say what they are. Raises EyasError for the first that does not."""
-    return {name: await sides[name].start(report) for name in SIDES}
-
-
-async def fitting(sides: Mapping[Name, Side], workload: Workload, plan: Plan) -> Workload:
+async def fitting(sides: Sequence[Side], workload: Workload, plan: Plan) -> Workload:
     """Without the prompts that a side cannot take; of a long list only as many as there will be asked."""
     enough = plan.rounds * max(map(plan.count, plan.levels))
     kept = {task: list(prompts) for task, prompts in workload.prompts.items()}
     wrong: dict[str, list[str]] = {}
-    for name in reversed(SIDES):  # one after the other: the one that started last is there in any case
+    for side in sides:
         for task, prompts in kept.items():
             kept[task] = []
             for prompt in prompts:
                 if len(kept[task]) == enough:
                     break
-                if why := await sides[name].room(prompt):
+                if why := await side.room(prompt):
                     wrong.setdefault(why, []).append(prompt.key)
                 else:
                     kept[task].append(prompt)
@@ -108,8 +102,10 @@ async def measure(
     if missing and not plan.blocks:
         for name in SIDES:
             await warm_up(sides[name], mixed, plan, [level for _, level, _ in missing], report)
-    for group in groups(missing, plan):
+    # What is measured of one side before it is the other's turn: one place, or all of a block.
+    for _, places_together in groupby(missing, key=lambda place: place[0] if plan.blocks else place):
         journal.begin()
+        group = list(places_together)
         first = group[0]
         flipped = (first[0] + (0 if plan.blocks else cells.index(first[1:]))) % 2
         for name in reversed(SIDES) if flipped else SIDES:
@@ -125,23 +121,12 @@ async def measure(
                     passes += 1
                     share = passes / (2 * len(places))
                     report(Progress(turn, plan.rounds, level, task, share, list(journal.pairs.values())))
-            except BenchError as error:
-                raise BenchError(f"{error} {kept(journal)}") from error
+            except EyasError as error:
+                raise BenchError(
+                    f"{error} Pairs of passes that are kept: {len(journal.pairs)}. Give the same command with --resume "
+                    f"and --out {journal.path.with_suffix('.json')} to go on."
+                ) from error
     return [journal.pairs[place] for place in places]
-
-
-def groups(missing: Sequence[Place], plan: Plan) -> list[list[Place]]:
-    """What is measured of one side before it is the other's turn: one place, or all of a block."""
-    if not plan.blocks:
-        return [[place] for place in missing]
-    return [list(block) for _, block in groupby(missing, key=lambda place: place[0])]
-
-
-def kept(journal: Journal) -> str:
-    return (
-        f"Pairs of passes that are kept: {len(journal.pairs)}. Give the same command with --resume and "
-        f"--out {journal.path.with_suffix('.json')} to go on."
-    )
 
 
 def mixed_up(workload: Workload) -> list[Prompt]:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
 
 from eyas.bridges.metrics import Speculation
 from eyas.core import EyasError
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 Name = Literal["without", "with"]
 SIDES: tuple[Name, Name] = ("without", "with")
@@ -101,16 +105,14 @@ class Pass:
 
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> Pass:
-        known = {name: _tuples(value) for name, value in (record["speculation"] or {}).items()}
-        return Pass(
-            **{
-                **record,
-                "level": Level(**record["level"]),
-                "answers": tuple(Answer(**{n: _tuples(v) for n, v in a.items()}) for a in record["answers"]),
-                "speculation": Speculation(**known) if known else None,
-                "notes": tuple(record["notes"]),
-            }
-        )
+        return _reader().validate_python(record)
+
+
+@cache
+def _reader() -> TypeAdapter[Pass]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Pass)
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,3 @@ class Heard:
     speculation: Speculation | None = None  # None: nothing is
     notes: tuple[str, ...] = ()
     spent: Mapping[str, float] = field(default_factory=dict)
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value

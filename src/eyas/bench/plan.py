@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from eyas.bench.hardware import Hardware
 from eyas.bench.roofline import Forecast, Split
@@ -37,17 +38,13 @@ class Question:
     concurrency: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     rates: AcceptanceRates | None = None
     quantization: str | None = None
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
 
     def __post_init__(self) -> None:
         sizes = {"gpus": self.gpus, "context": self.context, **{f"concurrency {n}": n for n in self.concurrency}}
         for name, value in sizes.items():
             if value < 1:
                 raise UsageError(f"{name.split()[0]} must be at least 1, got {value}.")
-        if self.kv_cache_dtype not in KV_BYTES:
-            raise UsageError(f"--kv-cache-dtype is one of {', '.join(KV_BYTES)}, got {self.kv_cache_dtype!r}.")
-        if not self.shapes or not self.concurrency:
-            raise UsageError("a plan needs at least one draft shape and one concurrency.")
 
 
 @dataclass(frozen=True)
@@ -134,11 +131,7 @@ def plan(question: Question) -> Plan:
         drafter = default_drafter(described, target)
     else:
         drafter = read_drafter(question.drafter, target)
-    return predict(question, target, with_kv_bytes(drafter, kv_bytes))
-
-
-def predict(question: Question, target: Model, drafter: Model) -> Plan:
-    """The same for models that were read already."""
+    drafter = with_kv_bytes(drafter, kv_bytes)
     check_parallel(target, question.gpus)
     forecast = Forecast(target, drafter, question.hardware, question.gpus)
     points = tuple(_point(forecast, question, B) for B in sorted(set(question.concurrency)))

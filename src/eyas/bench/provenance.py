@@ -16,12 +16,13 @@ from typing import Any
 import eyas
 
 PACKAGES = ("torch", "transformers", "numpy", "scipy", "httpx")
+SECRET = ("key", "token", "password", "launch_command")  # ends of names whose values nobody else needs to know
 
 
 def provenance(command: Sequence[str]) -> dict[str, Any]:
-    """Of this process and the machine it runs on. Passwords in addresses are left out."""
+    """Of this process and the machine it runs on."""
     return {
-        "command": [no_password(part) for part in command],
+        "command": no_secrets(command),
         "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "eyas": eyas.__version__,
         "commit": commit(),
@@ -86,6 +87,20 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def no_secrets(command: Sequence[str]) -> list[str]:
+    """A command line without keys and passwords, in addresses too: results are passed on."""
+    found, hidden = list[str](), False
+    for part in command:
+        name, equals, _ = part.partition("=")
+        if part.startswith("-"):
+            secret = name.lower().endswith(SECRET)
+            hidden = secret and not equals
+            found.append(f"{name}=***" if secret and equals else no_password(part))
+        else:
+            found.append("***" if hidden else no_password(part))
+    return found
 
 
 def no_password(text: str) -> str:

@@ -83,14 +83,11 @@ def _read(found: Mapping[str, Any]) -> Quantization:
         for pattern in found.get(key) or ()
         if isinstance(pattern, str)
     ]
-    groups: tuple[tuple[tuple[str, ...], Format], ...] = ((("Linear",), PLAIN),)
     if method == "compressed-tensors" and isinstance(found.get("config_groups"), dict):
-        groups = tuple(_group(group) for group in found["config_groups"].values())
-    else:
-        groups = ((("Linear",), _format(method, found)),)
-        if not found.get("lm_head"):
-            kept.append("lm_head")
-    return Quantization(method, groups, tuple(kept))
+        return Quantization(method, tuple(_group(group) for group in found["config_groups"].values()), tuple(kept))
+    if not found.get("lm_head"):
+        kept.append("lm_head")
+    return Quantization(method, ((("Linear",), _format(method, found)),), tuple(kept))
 
 
 def _format(method: str, found: Mapping[str, Any]) -> Format:

@@ -7,17 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from eyas.bench import charts
+from eyas.bench.results import whole_rows
 
 TEMPLATES = Path(__file__).parent / "templates"
 LATENCIES = {"first": "time to first token", "per_token": "time per output token", "total": "end to end"}
 Results = Mapping[str, Any]
 Cells = list[list[str]]
-
-
-def whole_rows(made: Results) -> list[Mapping[str, Any]]:
-    """The row of each level that stands for all its tasks."""
-    rows = made["rows"]
-    return [row for n, row in enumerate(rows) if n == 0 or row["level"] != rows[n - 1]["level"]]
 
 
 def cells(made: Results) -> Cells:
@@ -45,49 +40,41 @@ def _row(row: Mapping[str, Any]) -> list[str]:
 
 
 def latency_cells(made: Results) -> Cells:
-    header = [
-        _kind(made),
-        "speculation",
-        "time to first token",
-        "time per output token",
-        "between pieces",
-        "end to end",
-    ]
-    found = [header]
-    for row in whole_rows(made):
+    times = ["time to first token", "time per output token", "between pieces", "end to end"]
+    found = [[_kind(made), "speculation", *times]]
+    for row in whole_rows(made["rows"]):
         for side in ("without", "with"):
-            times = [row[side][name] for name in ("first", "per_token", "between", "total")]
-            shown = [" / ".join(_ms(t[p], "") for p in ("p50", "p90", "p99")) if t else "-" for t in times]
+            told = [row[side][name] for name in ("first", "per_token", "between", "total")]
+            shown = [" / ".join(_ms(t[p], "") for p in ("p50", "p90", "p99")) if t else "-" for t in told]
             found.append([f"{row['level']['value']:g}", side, *shown])
     return found
 
 
 def headline(made: Results) -> list[tuple[str, str]]:
-    first, found = whole_rows(made)[0], []
-    at = _level(first["level"])
-    found.append((f"speedup at {at}", f"{first['speedup']:.2f}x"))
-    length = (first["acceptance"] or {}).get("acceptance_length")
-    found.append((f"acceptance length at {at}", _number(length, ".2f", "unknown")))
-    if first["efficiency"]:
-        found.append(("speculation efficiency, speedup / acceptance length", f"{first['efficiency']:.2f}"))
-    found.append(("break-even concurrency", break_even(made)))
-    rate = made["agreement"]
-    found.append(("of the answers are the same", f"{rate['same'] / rate['answers']:.0%}" if rate["answers"] else "-"))
-    if made["repaid"] and (hours := made["repaid"][0]["hours"]) is not None:
-        found.append((f"hours at {at} until the training is repaid", f"{hours:,.1f}"))
-    return found
+    first, rate, repaid = whole_rows(made["rows"])[0], made["agreement"], made["repaid"]
+    at, length = _level(first["level"]), (first["acceptance"] or {}).get("acceptance_length")
+    hours = repaid[0]["hours"] if repaid else None
+    found = [
+        (f"speedup at {at}", f"{first['speedup']:.2f}x"),
+        (f"acceptance length at {at}", _number(length, ".2f", "unknown")),
+        ("speculation efficiency, speedup / acceptance length", _number(first["efficiency"], ".2f", "")),
+        ("break-even concurrency", break_even(made)),
+        ("of the answers are the same", f"{rate['same'] / rate['answers']:.0%}" if rate["answers"] else "-"),
+        (f"hours at {at} until the training is repaid", _number(hours, unknown="")),
+    ]
+    return [(name, value) for name, value in found if value]
 
 
 def title(made: Results) -> str:
     """The verdict in a few words: where it pays at some levels and not at others, that."""
-    words = {row["word"] for row in whole_rows(made)}
+    words = {row["word"] for row in whole_rows(made["rows"])}
     outcome = str(made["verdict"]["outcome"])
     return "pays at some levels only" if outcome == "does not pay" and "pays" in words else outcome
 
 
 def break_even(made: Results) -> str:
     """Where the speedup falls to 1, or on which side of what was measured that is."""
-    rows, place, even = whole_rows(made), made["verdict"]["break_even"], made["verdict"]["even"]
+    rows, place, even = whole_rows(made["rows"]), made["verdict"]["break_even"], made["verdict"]["even"]
     if rows[0]["level"]["kind"] != "concurrency":
         return "-"
     if place is not None:
@@ -98,9 +85,9 @@ def break_even(made: Results) -> str:
 
 
 def confidence(made: Results) -> str:
-    rounds, kind = min(row["rounds"] for row in whole_rows(made)), whole_rows(made)[0]["level"]["kind"]
+    rounds = min(row["rounds"] for row in whole_rows(made["rows"]))
     text = f"{rounds} rounds of both sides in turn; intervals from resampling whole rounds."
-    if kind != "concurrency":
+    if _kind(made) != "concurrency":
         text += " At a request rate, speedup is that of each user's tokens per second, waiting included."
     return text
 
@@ -134,7 +121,7 @@ def html(made: Results) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined
     )
-    rows = whole_rows(made)
+    rows = whole_rows(made["rows"])
     acceptance = rows[0]["acceptance"]
     table = cells(made)
     return environment.get_template("report.html").render(

@@ -10,7 +10,7 @@ from eyas.bench.agreement import STRANGE, Agreement
 from eyas.bench.passes import PARTS, SIDES, STEPS, BenchError, Level, Name, Pair, Pass, speed
 from eyas.bench.statistics import CONFIDENCE, curve, speedup, spread
 from eyas.bench.verdict import Found, Verdict, judge
-from eyas.bridges.metrics import Speculation
+from eyas.bridges.metrics import Speculation, total
 
 ALL = "all"  # the name of all tasks together
 SAMPLES = 6
@@ -117,9 +117,7 @@ def together(parts: Sequence[Speculation | None]) -> Speculation | None:
     known = [part for part in parts if part is not None and part.steps is not None]
     if not known or len(known) < len(parts):
         return None
-    whole = known[0]
-    for part in known[1:]:
-        whole = whole.plus(part)
+    whole = total(known, known[0].source)
     return None if whole.acceptance_length is None else whole
 
 
@@ -196,14 +194,16 @@ def repaid(training_seconds: float, rows: Sequence[Mapping[str, Any]]) -> list[d
 
     An hour with it does what ``speedup`` hours do without.
     """
-    whole = [one for n, one in enumerate(rows) if n == 0 or one["level"] != rows[n - 1]["level"]]
+    hours = training_seconds / 3600
     return [
-        {
-            "level": one["level"],
-            "hours": training_seconds / 3600 / (one["speedup"] - 1) if one["speedup"] > 1 else None,
-        }
-        for one in whole
+        {"level": one["level"], "hours": hours / (one["speedup"] - 1) if one["speedup"] > 1 else None}
+        for one in whole_rows(rows)
     ]
+
+
+def whole_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The row of each level that stands for all its tasks, which is its first."""
+    return [row for n, row in enumerate(rows) if n == 0 or row["level"] != rows[n - 1]["level"]]
 
 
 def disagreement(found: Agreement) -> list[str]:

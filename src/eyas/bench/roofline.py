@@ -7,6 +7,7 @@ Of each kind of weights, of the experts and of attention the larger of bytes / b
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass, fields
+from typing import Any
 
 from eyas.bench.hardware import Hardware
 from eyas.bench.shapes import Model
@@ -125,17 +126,8 @@ class Forecast(Costs):
         first = self._pass(B, shape.num_steps + 1, S, logits=B, fuse=True)
         return first + self._pass(B * shape.eagle_topk, 1, S).times(shape.num_steps - 1)
 
-    def _pass(self, sequences: int, tokens: int, S: int, logits: int | None = None, fuse: bool = False) -> Split:
-        return forward(
-            self.drafter,
-            self.hardware,
-            self.gpus,
-            sequences=sequences,
-            tokens=tokens,
-            context=S,
-            logits=logits,
-            fuse=fuse,
-        )
+    def _pass(self, sequences: int, tokens: int, S: int, **how: Any) -> Split:
+        return forward(self.drafter, self.hardware, self.gpus, sequences=sequences, tokens=tokens, context=S, **how)
 
     def seconds(self, kind: str, B: int, T: int, S: int) -> float | None:
         """As ``CostModel.seconds``: ``propose`` is T passes of B rows, ``rest`` is part of the others."""

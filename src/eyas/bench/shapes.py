@@ -107,6 +107,10 @@ class Attention:
         return self.elements * self.kv_heads * self.element_bytes * len(self.windows)
 
 
+def kind_of(heads: int, kv_heads: int) -> str:
+    return "MHA" if kv_heads == heads else "MQA" if kv_heads == 1 else "GQA"
+
+
 @dataclass(frozen=True)
 class Model:
     """All that a forward costs. ``weights`` leaves out embeddings, of which only rows are read, and the head."""
@@ -125,23 +129,24 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        return self.embedding + self._always + (self.experts.total if self.experts else 0)
+        always = sum(weights.total for weights in self.always)
+        return self.embedding + always + (self.experts.total if self.experts else 0)
 
     @property
     def active(self) -> int:
         """Weights that one token is multiplied with."""
         chosen = self.experts.chosen * self.experts.count * self.experts.layers if self.experts else 0
-        return self._always + chosen
+        return sum(weights.total for weights in self.always) + chosen
 
     @property
-    def _always(self) -> int:
-        return sum(w.total for w in (*self.weights, self.head, *([self.fusion] if self.fusion else [])))
+    def always(self) -> tuple[Weights, ...]:
+        """What every token goes through."""
+        return (*self.weights, self.head, *([self.fusion] if self.fusion else []))
 
     @property
     def bytes(self) -> float:
         experts = self.experts.number * self.experts.bytes_of_one * self.experts.layers if self.experts else 0.0
-        parts = (*self.weights, self.head, *([self.fusion] if self.fusion else []))
-        return experts + self.embedding * 2 + sum(w.bytes for w in parts)
+        return experts + self.embedding * 2 + sum(weights.bytes for weights in self.always)
 
 
 def read_target(path: str | Path) -> Target:
@@ -235,11 +240,9 @@ class _Reader:
         kv = self.number("num_key_value_heads") or heads
         size = self.number("head_dim") or h // heads
         value = self.number("v_head_dim") or size
-        kind = "MHA" if kv == heads else "MQA" if kv == 1 else "GQA"
-        projections = Weights("attention", h * heads * (size + value) + h * kv * (size + value), n, format)
-        return Attention(kind, heads, kv, size + value, 2 * heads * (size + value), windows, self.kv_bytes), [
-            projections
-        ]
+        projections = Weights("attention", h * (heads + kv) * (size + value), n, format)
+        flops = 2 * heads * (size + value)
+        return Attention(kind_of(heads, kv), heads, kv, size + value, flops, windows, self.kv_bytes), [projections]
 
     def windows(self) -> tuple[int | None, ...]:
         window = self.number("sliding_window", "attention_chunk_size") or None
@@ -342,13 +345,12 @@ def drafter_model(config: Eagle3Config, name: str) -> Model:
         Weights("attention", inputs * (heads + 2 * kv) * size + c.num_hidden_layers * heads * size * h),
         Weights("mlp", 3 * h * c.intermediate_size, c.num_hidden_layers),
     )
-    kind = "MHA" if kv == heads else "MQA" if kv == 1 else "GQA"
     return Model(
         name=name,
         layers=c.num_hidden_layers,
         hidden=h,
         weights=weights,
-        attention=Attention(kind, heads, kv, 2 * size, 4 * heads * size, (None,) * c.num_hidden_layers),
+        attention=Attention(kind_of(heads, kv), heads, kv, 2 * size, 4 * heads * size, (None,) * c.num_hidden_layers),
         head=Weights("head", c.draft_vocab_size * h),
         vocabulary=c.draft_vocab_size,
         embedding=0,  # a copy of the target's, or the target's own

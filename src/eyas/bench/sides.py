@@ -110,12 +110,11 @@ class EndpointSide:
         if answer.error:
             hint = ": try --completions" if answer.error.startswith(("HTTP 400", "HTTP 404")) else ""
             raise BenchError(f"{self.endpoint.shown} does not answer ({answer.error}){hint}.")
-        notes = self.facts.notes
         if answer.first is None:
-            notes += ("it does not stream: times to the first and between tokens are unknown",)
+            silent = "it does not stream: times to the first and between tokens are unknown"
+            self.facts = replace(self.facts, notes=(*self.facts.notes, silent))
         if _drafts(answer):
             self.facts = replace(self.facts, speculates=True)
-        self.facts = replace(self.facts, notes=notes)
         return self.facts
 
     async def room(self, prompt: Prompt) -> str:
@@ -123,6 +122,8 @@ class EndpointSide:
             return ""
         most, wanted = self.facts.context_length, self.sampling.max_tokens
         answer = await self.endpoint.ask(prompt, replace(self.sampling, max_tokens=1))
+        if answer.lost:
+            raise BenchError(f"{self.endpoint.shown} is gone ({answer.error}): is the server running?")
         if answer.error:
             return f"refused ({answer.error})"
         if most is not None and answer.prompt_tokens is not None and answer.prompt_tokens + wanted > most:
@@ -164,12 +165,8 @@ class EndpointSide:
         """Asks again, with log-probabilities."""
         if self.sampling.temperature:
             return Unlike(None)
-        try:
-            choices = await self.endpoint.choices(prompt, self.sampling)
-        except BenchError:
-            return Unlike(None)
-        place = common(mine.text, other.text)
-        text = ""
+        choices = await self.endpoint.choices(prompt, self.sampling)
+        place, text = common(mine.text, other.text), ""
         for token, gap in choices:
             text += token
             if len(text) > place:  # this time, it may have answered otherwise before
@@ -326,11 +323,11 @@ class EngineSide:
                 "device": str(llm.target.device),
                 "speculation": self.engine.times.name if drafter else "off",
             }
-            | ({"drafter": _hashed(self.engine.drafter)} if drafter and self.engine.drafter else {}),
+            | ({"drafter": hashed(self.engine.drafter)} if drafter and self.engine.drafter else {}),
         )
 
     async def room(self, prompt: Prompt) -> str:
-        most, count = self.engine.llm.context_length, len(self._encoded(prompt))
+        most, count = self.engine.llm.context_length, len(encoded(self.engine.llm, prompt))
         fits = count + self.sampling.max_tokens <= most
         return "" if fits else f"too long for a context of {most:,} tokens"
 
@@ -341,7 +338,7 @@ class EngineSide:
         begin = time.perf_counter()
         times, emitted, tail, finish = list[float](), list[Any](), "", ""
         try:
-            request = llm.request(self._encoded(prompt), sampling, speculate=self.name == "with")
+            request = llm.request(encoded(llm, prompt), sampling, speculate=self.name == "with")
             async for output in serving.stream(request):
                 times.append(time.perf_counter() - begin)
                 emitted += output.emitted
@@ -392,21 +389,21 @@ class EngineSide:
         assert index is not None and serving is not None
         if self.sampling.temperature:
             return Unlike(None)
-        request = self.engine.llm.request(self._encoded(prompt), self.sampling)
+        request = self.engine.llm.request(encoded(self.engine.llm, prompt), self.sampling)
         found = await serving.call(lambda: self.engine.comparer.judge(request, list(mine.ids), list(other.ids), index))
         return Unlike(found.gap, found.near_tie)
 
     async def close(self) -> None:
         self.engine.close()
 
-    def _encoded(self, prompt: Prompt) -> list[int]:
-        """Through the chat template; as text for a target that has none."""
-        llm = self.engine.llm
-        chats = getattr(llm.tokenizer, "chat_template", None)
-        return llm.encode(prompt.messages if chats else prompt.text)[0]
+
+def encoded(llm: LLM, prompt: Prompt) -> list[int]:
+    """Through the chat template; as text for a target that has none."""
+    chats = getattr(llm.tokenizer, "chat_template", None)
+    return llm.encode(prompt.messages if chats else prompt.text)[0]
 
 
-def _hashed(drafter: str) -> str:
+def hashed(drafter: str) -> str:
     """Its name, and a digest of its files where it has some."""
     path = Path(drafter)
     files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]

@@ -6,62 +6,25 @@ What is worked out is kept in a journal as it comes, so that whatever breaks off
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, replace
 from statistics import geometric_mean, median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from eyas.bench import grid
-from eyas.bench.facts import Facts
-from eyas.bench.grid import Contender, StepTable, Use, Variant
+from eyas.bench.grid import Contender, Variant
 from eyas.bench.journal import Memo
-from eyas.bench.launched import LaunchedSide, Setting, free_port, planned
-from eyas.bench.pairing import Plan, check, mixed_up, one_pass, warm_up
-from eyas.bench.passes import BenchError, Level, Name, Pass, speed
+from eyas.bench.pairing import Plan, check, fitting, mixed_up, one_pass, warm_up
+from eyas.bench.passes import BenchError, Level, Pass, speed
 from eyas.bench.results import finite
-from eyas.bench.sides import Embedded, EngineSide, Say, Side
+from eyas.bench.sides import Say, Side
 from eyas.bench.statistics import CONFIDENCE, speedup
-from eyas.bench.verdict import Found, judge, refusals
-from eyas.bench.workload import Workload, chosen
-from eyas.bridges.launch import Asked
-from eyas.core import DraftShape, EyasError, SamplingParams
-from eyas.engine.policy import Auto, BatchView, Decision, Fixed, Off, Policy, ladder
-from eyas.speculation.cost import CONFIRMED, FORWARD, AcceptanceRates, CostModel, Estimate
-
-if TYPE_CHECKING:
-    from eyas.engine.llm import LLM
-
-ANSWERS = 16  # that acceptance is recorded along
-FEW = 4  # answers at least, over which steps are timed
-Rates = Mapping[DraftShape, AcceptanceRates]
-
-
-@dataclass(frozen=True)
-class Surveyed:
-    """What predictions are made from: acceptance of every shape, and what steps take."""
-
-    rates: Rates
-    costs: StepTable
-
-
-class Subject(Protocol):
-    """What is tuned. ``launched``: each contender is a launch of its own, in which all levels follow one another."""
-
-    launched: bool
-
-    async def survey(self, course: Course) -> Surveyed: ...
-
-    async def on(self, contender: Contender, label: str, report: Say) -> tuple[Side, object]:
-        """Ready to be asked in the round of this name, and which launch this is. Raises EyasError where it is not."""
-
-    def uses(self, at: Mapping[int, Contender], one: Contender) -> Use:
-        """``at`` each concurrency the best, and ``one`` for all."""
-
-    async def close(self) -> None: ...
+from eyas.bench.subjects import Subject
+from eyas.bench.verdict import Found, judge
+from eyas.bench.workload import Prompt, Workload, chosen
+from eyas.core import DraftShape, EyasError
+from eyas.speculation.cost import Estimate
 
 
 @dataclass(frozen=True)
@@ -149,13 +112,21 @@ class Course:
 
     async def _measured(self, label: str, turn: int, one: Contender, level: Level) -> Pass:
         side, launch = await self.subject.on(one, label, self.report)
-        plan, prompts = self.search.plan, mixed_up(self.workload)
+        plan, prompts = self.search.plan, await self.prompts(side)
         if (launch, one, level) not in self._warm:
             await warm_up(side, prompts, plan, [level], lambda news: None)
             self._warm.add((launch, one, level))
         done = await one_pass(side, chosen(prompts, plan.count(level), turn), turn, level, "all")
         await check(side, done)
         return done
+
+    async def prompts(self, side: Side) -> list[Prompt]:
+        """Of all tasks in turn, those that the first side which is asked can take."""
+        if "prompts" not in self.memo.values:  # kept, so that all contenders of a round have the same
+            fit = await fitting([side], self.workload, self.search.plan)
+            self.memo.keep("prompts", [[prompt.key for prompt in mixed_up(fit)], fit.left_out])
+        known = {prompt.key: prompt for prompt in mixed_up(self.workload)}
+        return [known[key] for key in self.memo.values["prompts"][0]]
 
     def key(self, label: str, one: Contender, level: Level) -> str:
         return f"{label}/{one}/{level.value:g}"
@@ -187,29 +158,32 @@ class Course:
     def results(
         self, alive: Sequence[Contender], labels: Sequence[str], predicted: Mapping[int, Sequence[Estimate]]
     ) -> dict[str, Any]:
-        speeds = self.speeds(alive, labels)
-        rows, found = [], list[Found]()
-        drafting = [one for one in speeds if not one.plain]
-        family = max(len(drafting), 1) * len(self.search.plan.levels)
-        for level in self.search.plan.levels:
+        speeds, levels = self.speeds(alive, labels), self.search.plan.levels
+        plain = [one for one in speeds if one.plain]
+        if not plain:
+            raise BenchError(f"No engine without drafts ran all rounds. {self.reasons()}")
+        rows, found = list[dict[str, Any]](), list[Found]()
+        compared = max(len(speeds) - len(plain), 1) * len(plain) * len(levels)
+        for level in levels:
             size = int(level.value)
-            base = max((one for one in speeds if one.plain), key=lambda one: speeds[one][size])
-            here = [self._row(one, base, level, labels, predicted[size], family) for one in speeds]
-            rows += [row for row, _ in sorted(here, key=lambda pair: -pair[0]["tokens_per_second"])]
-            drafts = [one for row, one in here if not row["plain"]]
+            base = max(plain, key=lambda one: speeds[one][size])
+            judged = {one: self._found(one, base, level, labels, compared) for one in speeds}
+            told = {each.shape: each.speed for each in predicted[size] if each.speed}
+            ordered = sorted(speeds, key=lambda one: -speeds[one][size])
+            rows += [self._row(one, judged[one], labels, speeds, told) for one in ordered]
+            drafts = [judged[one] for one in speeds if not one.plain]
             found += [max(drafts, key=lambda one: one.shown.middle)] if drafts else []
         at = grid.chosen(speeds)
-        variant = next(iter(at.values())).variant
-        use = self.subject.uses(at, grid.single(speeds, variant))
+        one = grid.single(speeds, next(iter(at.values())).variant)
         gaps = [abs(row["apart"]) for row in rows if row["apart"] is not None]
-        verdict = judge(found) if len(found) == len(self.search.plan.levels) else None
+        verdict = judge(found) if found else None
         return {
             "verdict": {
                 "sentence": verdict.sentence if verdict else "No way of drafting ran: see what was dropped.",
                 "exit_code": verdict.exit_code if verdict else 1,
             },
             "choice": {level: {**as_record(one), "speed": speeds[one][level]} for level, one in at.items()},
-            "use": asdict(use),
+            "use": asdict(self.subject.uses(at, one)),
             "measured": rows,
             "predicted": [
                 {"concurrency": level, **asdict(one)} for level, ranked in predicted.items() for one in ranked
@@ -217,41 +191,48 @@ class Course:
             "apart": median(gaps) if gaps else None,
             "dropped": [{**as_record(one), "reason": reason} for one, reason in self.dropped.items()],
             "rounds": len(labels),
+            "notes": replace(self.workload, left_out=tuple(self.memo.values["prompts"][1])).notes,
         }
+
+    def _found(self, one: Contender, base: Contender, level: Level, labels: Sequence[str], compared: int) -> Found:
+        """A contender against the fastest that drafts nothing there; ``compared``: so many pairs are looked at."""
+        mine, its = ([self.records(each, label)[int(level.value)] for label in labels] for each in (one, base))
+        pair = [each["speed"] for each in mine], [each["speed"] for each in its]
+        held = speedup(*pair, confidence=1 - (1 - CONFIDENCE) / compared)
+        failed = [sum(each["failed"] for each in side) / sum(each["requests"] for each in side) for side in (mine, its)]
+        return Found(level, speedup(*pair), held, len(labels), max(failed))
 
     def _row(
         self,
         one: Contender,
-        base: Contender,
-        level: Level,
+        found: Found,
         labels: Sequence[str],
-        predicted: Sequence[Estimate],
-        family: int,
-    ) -> tuple[dict[str, Any], Found]:
-        """Of a contender at a level, against the fastest there that drafts nothing; and what decides about it."""
-        size = int(level.value)
-        mine = [self.records(one, label)[size] for label in labels]
-        pair = [each["speed"] for each in mine], [self.records(base, label)[size]["speed"] for label in labels]
-        failed = sum(each["failed"] for each in mine) / sum(each["requests"] for each in mine)
-        held = speedup(*pair, confidence=1 - (1 - CONFIDENCE) / family)
-        found = Found(level, speedup(*pair), held, len(labels), failed)
-        told = {each.shape: each.speed for each in predicted if each.speed}
+        speeds: grid.Speeds,
+        told: Mapping[DraftShape | None, float],
+    ) -> dict[str, Any]:
+        """``told``: predicted speeds, which are of one variant: how far apart is said of the contender's own."""
+        size, plain = int(found.level.value), Contender(variant=one.variant)
+        lengths = [self.records(one, label)[size]["length"] for label in labels]
         expected = told[one.shape] / told[None] if one.shape in told and None in told and not one.auto else None
-        reference = Contender(variant=one.variant)
-        plain = [self.records(reference, label)[size]["speed"] for label in labels if self.records(reference, label)]
-        own = speedup(pair[0], plain).middle if len(plain) == len(labels) else None  # predictions are of one variant
+        apart = None
+        if expected and one.shape and plain in speeds:
+            apart = speeds[one][size] / speeds[plain][size] / expected - 1
         return {
             "concurrency": size,
             **as_record(one),
-            "tokens_per_second": geometric_mean(pair[0]),
+            "tokens_per_second": speeds[one][size],
             "speedup": found.shown.middle,
             "low": found.shown.low,
             "high": finite(found.shown.high),
-            "word": found.word() if not one.plain else "",
-            "acceptance_length": next((each["length"] for each in reversed(mine) if each["length"]), None),
+            "word": "" if one.plain else found.word(),
+            "acceptance_length": next((length for length in reversed(lengths) if length), None),
             "predicted": expected,
-            "apart": own / expected - 1 if own and expected and one.shape else None,
-        }, found
+            "apart": apart,
+        }
+
+    def reasons(self) -> str:
+        """Why contenders were dropped."""
+        return "; ".join(f"{one}: {reason}" for one, reason in self.dropped.items())
 
 
 def record(done: Pass) -> dict[str, Any]:
@@ -272,203 +253,6 @@ def as_record(one: Contender) -> dict[str, Any]:
     shape = asdict(one.shape) if one.shape else None
     variant = {"flags": list(one.variant.flags), "variables": dict(one.variant.variables)}
     return {"name": str(one), "plain": one.plain, "auto": one.auto, "shape": shape, **variant}
-
-
-# The embedded engine
-
-
-class Survey(Auto):
-    """Goes through the shapes again and again, for what they cost."""
-
-    def __init__(self, shapes: Sequence[DraftShape], costs: CostModel):
-        super().__init__(shapes, costs)
-        self.views: list[BatchView] = []
-        self._turn = 0
-
-    def decide(self, view: BatchView) -> Decision:
-        self.views.append(view)
-        self._turn += 1
-        shape = (None, *self.shapes)[self._turn % (len(self.shapes) + 1)]
-        fits = shape is not None and view.drafted and shape.num_steps < view.room
-        return Decision(shape if fits else None, "surveyed")
-
-    def follow(self) -> bool:
-        return True
-
-
-@dataclass
-class InProcess:
-    """The engine of this process. ``pair`` is loaded; ``make`` gives it an engine with room for what is tried."""
-
-    pair: LLM
-    make: Callable[[LLM], LLM]
-    drafter: str
-    sampling: SamplingParams
-    launched: bool = field(default=False, init=False)
-
-    def __post_init__(self) -> None:
-        self._costs = CostModel()
-        self._policies: dict[Contender, Policy] = {}
-        self._on: Contender | None = None
-
-    @cached_property
-    def _engine(self) -> Embedded:
-        """Made once acceptance is known: a drafter serves one engine at a time."""
-        return Embedded(self.make(self.pair), self.drafter)
-
-    async def survey(self, course: Course) -> Surveyed:
-        """Acceptance along answers, and a pass at each level, whose steps take turns."""
-        levels, shapes, memo = course.search.plan.levels, course.search.shapes, course.memo
-        if "acceptance" not in memo.values:
-            memo.keep("acceptance", self._acceptance(course))
-        if "costs" not in memo.values:
-            side = EngineSide("with", self._engine, self.sampling)
-            await side.start()
-            memo.keep("costs", [entry for level in levels for entry in await self._timed(side, course, level, shapes)])
-        table = {(size, DraftShape(**shape) if shape else None): each for size, shape, each in memo.values["costs"]}
-        rates = {
-            DraftShape(**shape): AcceptanceRates(tuple(map(tuple, rows)), tree)
-            for shape, rows, tree in memo.values["acceptance"]
-        }
-        return Surveyed(rates, StepTable(table))
-
-    def _acceptance(self, course: Course) -> list[tuple[dict[str, int], Sequence[Sequence[float]], float]]:
-        from eyas.drafter.eagle3 import Eagle3Drafter
-        from eyas.training.evaluation import EVERYTHING, Evaluator, encode
-
-        pair, most = self.pair, self.pair.target.context_length or sys.maxsize
-        assert isinstance(pair.drafter, Eagle3Drafter)
-        asked = [encode(pair, prompt.messages) for prompt in mixed_up(course.workload)]
-        prompts = [ids for ids in asked if len(ids) + self.sampling.max_tokens <= most][:ANSWERS]
-        evaluator = Evaluator(
-            pair.target,
-            pair.drafter,
-            {EVERYTHING: prompts},
-            pair.engine.eos_ids,
-            lambda what, share: course.report(what),
-        )
-        _, answers = evaluator.measure(DraftShape(), self.sampling)
-        found = evaluator.simulate(answers, course.search.shapes)
-        return [(asdict(one.shape), one.rates.by_rank, one.rates.tree) for one in found]
-
-    async def _timed(
-        self, side: Side, course: Course, level: Level, shapes: Sequence[DraftShape]
-    ) -> list[tuple[int, dict[str, int] | None, float]]:
-        survey, size = Survey(grid.surveyed(shapes), self._costs), int(level.value)
-        self._engine.use(survey)
-        course.report(f"timing steps at {level}")
-        prompts = chosen(mixed_up(course.workload), max(size, FEW), 0)
-        await check(side, await one_pass(side, prompts, 0, level, "survey"))
-        bucket = max((view.bucket for view in survey.views), default=0)
-        full = [view for view in survey.views if view.bucket == bucket]
-        if self._costs.samples(FORWARD, bucket, 1) < CONFIRMED:
-            raise BenchError(f"Too few steps at {level} to time them: ask for longer answers (--output-len).")
-        rows = sorted(view.length for view in full)[len(full) // 2]
-        times = {one: self._costs.step(one, bucket, rows) for one in (None, *shapes)}
-        return [(size, asdict(one) if one else None, s) for one, s in times.items() if s is not None]
-
-    async def on(self, contender: Contender, label: str, report: Say) -> tuple[Side, object]:
-        name: Name = "without" if contender.plain else "with"
-        side = EngineSide(name, self._engine, self.sampling)
-        await side.start()
-        if contender != self._on:
-            self._engine.use(self._policies.setdefault(contender, self._policy(contender)))
-            self._on = contender
-        return side, None
-
-    def _policy(self, one: Contender) -> Policy:
-        if one.auto:
-            return Auto(ladder(DraftShape()))  # as it is by default
-        return Fixed(one.shape) if one.shape else Off()
-
-    def uses(self, at: Mapping[int, Contender], one: Contender) -> Use:
-        return grid.for_eyas(at)
-
-    async def close(self) -> None:
-        if "_engine" in vars(self):
-            self._engine.close()
-
-
-# Servers
-
-
-@dataclass
-class Relaunched:
-    """SGLang or vLLM, launched anew for each contender; one runs at a time."""
-
-    asked: Asked
-    sampling: SamplingParams
-    running: int
-    log: Path
-    launched: bool = field(default=True, init=False)
-
-    def __post_init__(self) -> None:
-        self._on: tuple[Contender, str] | None = None
-        self._side: LaunchedSide | None = None
-        self._launches = 0
-        self._plain: dict[Variant, Facts] = {}
-        self._levels = (Level("concurrency", self.running),)
-
-    async def survey(self, course: Course) -> Surveyed:
-        """A few shapes and no draft, each launched once."""
-        search, label = course.search, "survey"
-        shapes = grid.surveyed(search.shapes)
-        contenders = [Contender(shape, search.variants[0]) for shape in (None, *shapes)]
-        course.ahead += len(contenders) * len(search.plan.levels)
-        await course.round(label, 0, contenders)
-        told = {one: course.records(one, label) for one in contenders if one not in course.dropped}
-        table, lengths = dict[tuple[int, DraftShape | None], float](), dict[DraftShape, tuple[float, list[Any]]]()
-        for one, by_level in told.items():
-            for level, each in by_level.items():
-                length = each["length"] if one.shape else 1.0
-                if each["per_token"] and length:
-                    table[(level, one.shape)] = each["per_token"] * length
-                if one.shape and length and level == min(by_level):
-                    lengths[one.shape] = (length, each["rates"])
-        if not lengths:
-            dropped = "; ".join(f"{one}: {reason}" for one, reason in course.dropped.items())
-            raise BenchError(f"Nothing is known of this drafter's acceptance, so nothing can be predicted. {dropped}")
-        rates = grid.rates_of(lengths)
-        return Surveyed(dict.fromkeys(search.shapes, rates), StepTable(table))
-
-    async def on(self, contender: Contender, label: str, report: Say) -> tuple[Side, object]:
-        if (contender, label) == self._on and self._side is not None and await self._side.alive():
-            return self._side, self._launches
-        await self.close()
-        variant, drafts = contender.variant, not contender.plain
-        setting = Setting(drafts, contender.shape, variant.flags, variant.variables)
-        found = planned(self.asked, setting, free_port(), self.running)
-        name: Name = "with" if drafts else "without"
-        self._side = LaunchedSide(name, sampling=self.sampling, plan=found, log=self.log)
-        facts = await self._side.start(report)
-        if facts.simulated:
-            raise BenchError(f"Its acceptance is simulated: {facts.simulated}.")
-        if contender.plain:
-            self._plain[variant] = facts
-        elif variant in self._plain and (wrong := refusals(self._plain[variant], facts, self._levels)):
-            raise BenchError(f"It cannot be compared with the same engine without drafts: {' '.join(wrong)}")
-        self._on, self._launches = (contender, label), self._launches + 1
-        return self._side, self._launches
-
-    def uses(self, at: Mapping[int, Contender], one: Contender) -> Use:
-        shapes = {level: each.shape for level, each in at.items()}
-        plan = planned(self.asked, Setting(True, one.shape), free_port(), self.running)
-        if self.asked.engine == "vllm":
-            drafter = plan.flags["speculative_config"]["model"]
-            knows = plan.source.module("vllm.v1.spec_decode.dynamic.utils") is not None
-            parallel = next((plan.flags[name] for name in ("data_parallel_size", "dp") if name in plan.flags), 1)
-            use = grid.for_vllm(drafter, shapes, one.shape, by_batch=knows and parallel == 1)
-        else:
-            knows = plan.source.module("sglang.srt.speculative.adaptive_spec_params") is not None
-            use = grid.for_sglang(plan.flags["speculative_draft_model_path"], shapes, one.shape, adaptive=knows)
-        variables = [f"set {name}={value}" for name, value in one.variant.variables]
-        return Use([*use.flags, *one.variant.flags], use.files, [*variables, *use.notes])
-
-    async def close(self) -> None:
-        self._on = None
-        if self._side is not None:
-            await self._side.close()
-            self._side = None
 
 
 async def tune(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 _BEGINS = "Traceback (most recent call last):"
 _CHAINED = re.compile("^(During handling of the above exception|The above exception was the direct cause)")
-_POINTS_BACK = re.compile("(root cause|stack trace|error messages) above|above for the root cause")
+_RAISED = re.compile(r"[\w.]*(Error|Exception|Interrupt|Exit)\b(?=:|$)|(\w+\.py|\w+): error: ")
+_POINTS_BACK = re.compile(r"(root cause|stack trace|error messages) above|(above\)?|stack trace) for (the )?root cause")
 _MOST_LINES = 400  # of one traceback; a recursion has a thousand
+_MOST = 50  # tracebacks: a server may log one for each bad request, and for months
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,11 @@ COMMON = (
         "repair or remake that environment; --engine-python chooses another one",
     ),
     Known(
+        r"SafetensorError: (?P<why>.+)",
+        r"a file of weights is not whole: \g<why>",
+        "compare the sizes of the target's and the drafter's files with where they came from, and fetch them again",
+    ),
+    Known(
         r"CUDA driver version is insufficient|no CUDA-capable device|Found no NVIDIA driver|No CUDA GPUs are available",
         "PyTorch finds no GPU that it can use",
         "check nvidia-smi, CUDA_VISIBLE_DEVICES and the driver's version",
@@ -88,11 +96,26 @@ def diagnose(known: Iterable[Known], texts: Iterable[str]) -> Diagnosis | None:
     return None
 
 
+def failing_lines(lines: Iterable[str], header: re.Pattern[str], fatal: re.Pattern[str]) -> list[str]:
+    """The lines of a log by which an engine says that it fails: not those that hold a user's text.
+
+    Both engines log a request as one line with a header, and its text as Python writes a string.
+    """
+    found = []
+    for line in lines:
+        before = header.match(line)
+        message = line[before.end() :] if before else line
+        error = before is not None and before.groupdict().get("level") in ("ERROR", "CRITICAL")
+        if error or fatal.match(message) or _RAISED.match(message):
+            found.append(line)
+    return found
+
+
 class Tracebacks:
     """Picks tracebacks from a log whose lines several processes write.
 
     ``header`` matches what is in front of a message, with the group ``process`` where it says whose it is. A line that
-    does not say goes with the one before.
+    does not say goes with the one before. The last ones are kept, and behind the mark the first ones.
     """
 
     def __init__(self, header: re.Pattern[str]):
@@ -105,19 +128,31 @@ class Tracebacks:
         if self._first is None:
             self._first = len(self._blocks)
 
+    def forget(self) -> None:
+        """What was shown so far did not end it."""
+        self._open.clear()
+        self._blocks.clear()
+        self._first = None
+
     def feed(self, line: str) -> None:
         found = self._header.match(line)
         process = (found["process"] if found else None) or self._last
         message = line[found.end() :] if found else line
         self._last = process
         block = self._open.get(process)
-        if _BEGINS in message:
+        if message.rstrip().endswith(_BEGINS):  # a prompt in a log goes on behind it, in quotes
             if block is None or not block.chained:
                 block = self._open[process] = _Block()
-                self._blocks.append(block)
+                self._keep(block)
             block.add(_BEGINS)
         elif block is not None and not block.add(message):
             del self._open[process]
+
+    def _keep(self, block: _Block) -> None:
+        if self._first is None:
+            self._blocks = [*self._blocks[1 - _MOST :], block]
+        elif len(self._blocks) < self._first + _MOST:
+            self._blocks.append(block)
 
     def root(self) -> str:
         """The traceback that tells why: the first one since the mark, without one the last; "" where there is none."""
@@ -125,38 +160,44 @@ class Tracebacks:
             return ""
         first = self._first
         index = first if first is not None and first < len(self._blocks) else len(self._blocks) - 1
-        while index > 0 and _POINTS_BACK.search(self._blocks[index].lines[-1]):
+        while index > 0 and _POINTS_BACK.search(self._blocks[index].end):
             index -= 1
         return self._blocks[index].text()
 
 
 class _Block:
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self._raised = False  # its last line, the exception, was there
+    """One traceback: its first lines and its last ones."""
 
-    @property
-    def chained(self) -> bool:
-        said = [line for line in self.lines if line.strip()]
-        return bool(said) and bool(_CHAINED.match(said[-1]))
+    def __init__(self) -> None:
+        self._head, self._rest, self._more = list[str](), deque[str](maxlen=_MOST_LINES // 2), 0
+        self._raised = False  # its last line, the exception, was there
+        self.chained, self.end = False, ""  # of the last line that says anything
 
     def add(self, line: str) -> bool:
         """Whether the line belongs here."""
+        said, plain = bool(line.strip()), not line.startswith((" ", "\t"))
+        chained = bool(_CHAINED.match(line))
         if line == _BEGINS:
             self._raised = False
-        elif self._raised and line.strip() and not line.startswith((" ", "\t")) and not _CHAINED.match(line):
+        elif self._raised and said and plain and not chained:
             return False
-        elif line.strip() and not line.startswith((" ", "\t")):
-            self._raised = not _CHAINED.match(line)
-        self.lines.append(line)
+        elif said and plain:
+            self._raised = not chained
+        if said:
+            self.chained, self.end = chained, line
+        self._put(line)
         return True
 
+    def _put(self, line: str) -> None:
+        if len(self._head) < _MOST_LINES // 2:
+            self._head.append(line)
+        else:
+            self._more += len(self._rest) == self._rest.maxlen
+            self._rest.append(line)
+
     def text(self) -> str:
-        kept = self.lines
-        if len(kept) > _MOST_LINES:
-            half = _MOST_LINES // 2
-            kept = [*kept[:half], f"  ... {len(kept) - 2 * half} more lines ...", *kept[-half:]]
-        return "\n".join(kept).rstrip()
+        between = [f"  ... {self._more} more lines ..."] if self._more else []
+        return "\n".join([*self._head, *between, *self._rest]).rstrip()
 
 
 def exception_of(traceback: str) -> str:

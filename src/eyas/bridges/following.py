@@ -33,7 +33,7 @@ from eyas.bridges.failures import Tracebacks
 from eyas.core import EyasError
 
 _TICK = 0.2  # seconds between looks at the child
-_PATIENCE = 10.0  # that an engine which said it is failing has to end by itself
+_PATIENCE = 10.0  # that an engine which said it is failing, or is told to end while it loads, has to end by itself
 _GRACE = 5.0  # that what is left has to end before it is killed
 _ANSWER = 30.0  # for the health endpoint: SGLang's makes a token
 _ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
@@ -133,7 +133,8 @@ class Server:
     log: BinaryIO | None = None
 
     def __post_init__(self) -> None:
-        self.asked: int | None = None  # the signal that was passed on
+        self.asked: int | None = None  # the signal that was passed on, first at this time
+        self._asked_at = math.inf
         self._process: subprocess.Popen[bytes] | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self._cleanup = contextlib.ExitStack()
@@ -208,19 +209,20 @@ class Server:
     def events(self) -> Iterator[Event]:
         """What happens, as it happens. The last one is Ended."""
         assert self._process is not None, "it runs inside a with statement"
-        hung = stopping = False
+        hung = deaf = stopping = False
         running = True
-        while running and not hung:
+        while running and not (hung or deaf):
             running = self._process.poll() is None  # before it is heard, so that nothing it did is missed
             yield from self._hear(_TICK)
             if self.asked is not None and not stopping:
                 stopping = True
                 yield Stopping(self.asked)
-            if self._healthy.is_set() and not self._ready and self._failing == math.inf:
+            if self._healthy.is_set() and not self._ready and self.asked is None and self._failing == math.inf:
                 self._ready = True
+                self._tracebacks.forget()
                 yield Ready(time.monotonic() - self._began)
-            hung = running and self._hangs()
-        deadline = time.monotonic() + (0 if hung else _GRACE)
+            hung, deaf = running and self._hangs(), running and self._is_deaf()
+        deadline = time.monotonic() + (0 if hung or deaf else _GRACE)
         while (self._left() or self._open) and time.monotonic() < deadline:
             yield from self._hear(_TICK)  # what the others still have to say
         left = self._end()
@@ -245,6 +247,10 @@ class Server:
             self._failing = math.inf  # one of several, or a line that only looked like it
             return False
         return True
+
+    def _is_deaf(self) -> bool:
+        """Whether it was told to end before it was ready, and goes on: vLLM looks at signals once it has loaded."""
+        return not self._ready and time.monotonic() > self._asked_at + _PATIENCE
 
     # The log
 
@@ -322,6 +328,7 @@ class Server:
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         """The first one goes to the engine, a second one kills it."""
         again, self.asked = self.asked is not None, self.asked or number
+        self._asked_at = min(self._asked_at, time.monotonic())
         if self._process is not None:
             self._send(signal.SIGKILL if again else number)
 

