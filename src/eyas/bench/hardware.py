@@ -165,7 +165,7 @@ PROFILES = {
 
 
 def find_hardware(name: str) -> Hardware:
-    """A profile that comes along, or one from a YAML file. Raises UsageError for anything else, naming what is wrong."""
+    """A profile that comes along, or one from a YAML file. Raises UsageError that names what is wrong in it."""
     import yaml
 
     if name in PROFILES:

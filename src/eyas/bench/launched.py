@@ -84,10 +84,6 @@ def plainly(found: Plan) -> Plan:
     return replace(found, command=tuple(command), flags=flags, conversion=None)
 
 
-def computes_on_cpu(found: Plan) -> bool:
-    return found.source.requires("torch").endswith("+cpu") or found.flags.get("device") == "cpu"
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -243,7 +239,10 @@ def both(
         )
 
     without, with_ = side("without", Contender()), side("with", Contender(shape, auto=shape is None))
-    alone = not (computes_on_cpu(with_.plan) if side_by_side is None else side_by_side)
+    if side_by_side is None:
+        torch = with_.plan.source.requires("torch")
+        side_by_side = torch.endswith("+cpu") or with_.plan.flags.get("device") == "cpu"
+    alone = not side_by_side
     if alone:
         without.rivals, with_.rivals = (with_,), (without,)
     elif not asked.share_gpus:  # each is the other's neighbour on the GPUs: who else is there is asked once, for both

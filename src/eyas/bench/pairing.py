@@ -103,9 +103,9 @@ async def measure(
         for name in SIDES:
             await warm_up(sides[name], mixed, plan, [level for _, level, _ in missing], report)
     # What is measured of one side before it is the other's turn: one place, or all of a block.
-    for _, places_together in groupby(missing, key=lambda place: place[0] if plan.blocks else place):
+    for _, together in groupby(missing, key=lambda place: place[0] if plan.blocks else place):
         journal.begin()
-        group = list(places_together)
+        group = list(together)
         first = group[0]
         flipped = (first[0] + (0 if plan.blocks else cells.index(first[1:]))) % 2
         for name in reversed(SIDES) if flipped else SIDES:
