@@ -24,9 +24,11 @@ SGLANG = $(or $(EYAS_SGLANG_ENVIRONMENTS),$(CURDIR)/build/peers-sglang)
 ENGINES = $(if $(EYAS_VLLM_PYTHON),,build/peers-vllm/.installed) \
   $(if $(EYAS_SGLANG_ENVIRONMENTS),,build/peers-sglang/.installed)
 
+ENGINE_TESTS ?= tests/plugin tests/engines
+
 test-engines: $(VENV)/.eyas-test wheels $(ENGINES) ## tests in the real vLLM and on SGLang's real classes
 	EYAS_VLLM_PYTHON="$(VLLM)" EYAS_SGLANG_ENVIRONMENTS="$(SGLANG)" \
-	  $(VENV)/bin/python -m pytest -m engines -rs --durations=10 tests/plugin tests/engines
+	  $(VENV)/bin/python -m pytest -m engines -rs --durations=10 $(ENGINE_TESTS)
 
 lint: $(VENV)/.eyas-test ## check style and types only
 	$(VENV)/bin/ruff check .

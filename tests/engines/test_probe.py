@@ -59,7 +59,9 @@ def changed(good: Path, edit: Callable[[dict[str, Any]], None]) -> Path:
 
 def probe(python: str, drafter: Path, *arguments: object) -> tuple[int, list[dict[str, Any]]]:
     command = [sys.executable, "-m", "eyas", "probe", "smollm2", str(drafter), "--engine", "vllm", "--engine-python"]
-    command += [python, "--dtype", "float32", "--limit", "4", "--max-tokens", "24", "--json", *map(str, arguments)]
+    command += [python, "--dtype", "float32", "--json", *map(str, arguments)]
+    if "--limit" not in arguments:
+        command += ["--limit", "4", "--max-tokens", "24"]
     ran = subprocess.run([*command, "--", *FLAGS], env={**os.environ, **QUICK}, capture_output=True, text=True)
     records = [json.loads(line) for line in ran.stdout.splitlines()]
     assert records and records[-1]["kind"] == "trace", ran.stderr[-4000:]
@@ -85,7 +87,7 @@ def test_ids_that_are_one_too_low(python, good):
     def lower(config: dict[str, Any]) -> None:
         config[IDS] = [i - 1 for i in config[IDS]]
 
-    code, records = probe(python, changed(good, lower))
+    code, records = probe(python, changed(good, lower), "--limit", 8, "--max-tokens", 48)
     fault = records[-1]["fault"]
     assert (code, verdict(records), fault["stage"]) == (1, "shift +1", "states")
     assert fault["captured"] == [1, 14, 26] and "trained on [2, 15, 27]" in fault["text"]

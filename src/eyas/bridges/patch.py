@@ -169,7 +169,7 @@ class _Record:
         try:
             said = json.loads(record.read_text(encoding="utf-8"))
             return _Record(str(said["sha256"]["before"]), str(said["sha256"]["after"]), tuple(map(str, said["added"])))
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise EyasError(
                 f"{record} is no record of a patch, and has to be removed by hand; nothing was restored"
             ) from error

@@ -200,10 +200,10 @@ def _placed(forwards: Sequence[list[Row]], tokens: Sequence[int], prompt: int) -
             # of the prompt all that is left of it, behind it the root and each accepted token
             valid = prompt - done if done < prompt else 1 + _accepted(drafted, rows, tokens[done + 1 :])
             valid = min(valid, len(rows), len(tokens) - 1 - done)
-            if valid <= 0:
-                return
             yield Step(done, 0, rows[:valid])
             done, depth = done + valid, 0
+            if done == len(tokens) - 1:
+                return  # more may have been accepted than was answered: from which slot it drafts is not known
             drafted = [_best(row) for row in rows[valid - 1 : valid] if row.top]
         elif done >= prompt:
             depth += 1
