@@ -18,26 +18,11 @@ from eyas.drafter.config import Eagle3Config
 from eyas.drafter.dialects import MAPS, Reading
 from eyas.drafter.folder import appearing, check_free
 from eyas.drafter.model import Eagle3Model
-from eyas.drafter.storage import load_drafter
 from eyas.drafter.weights import Entry
-from eyas.target.adapter import HFTarget
 
 _SPELLED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 FILES = ("config.json", "model.safetensors")
 _SAID = ("aux_layer_ids", "rope", "norm_before_residual", "norm_output")  # what hypotheses change, and a config says
-
-
-def drafter_of(target: HFTarget, path: Path, ids: tuple[int, ...] | None) -> Eagle3Model:
-    """The drafter at ``path`` in the target's dtype. Raises CheckpointError where it is unsound."""
-    return load_drafter(
-        path,
-        target_hidden_size=target.hidden_size,
-        target_vocab_size=target.vocab_size,
-        num_target_layers=target.num_layers,
-        dtype=target.dtype,
-        device=target.device,
-        aux_layer_ids=ids,
-    )
 
 
 def changed(model: Eagle3Model, hypothesis: Hypothesis) -> Eagle3Model:

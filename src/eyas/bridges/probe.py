@@ -30,6 +30,7 @@ from eyas.drafter.checkpoint import Checkpoint, refusal
 from eyas.drafter.dialects import Reading
 from eyas.drafter.eagle3 import Eagle3Drafter
 from eyas.drafter.model import Eagle3Model
+from eyas.drafter.storage import load_for
 from eyas.engine.stats import AcceptanceStats
 from eyas.target.adapter import HFTarget
 from eyas.training.acceptance import Answered, answer_all, interval, total
@@ -136,14 +137,14 @@ def _loaded(
 ) -> tuple[Eagle3Model, Hypothesis | None]:
     """The drafter as read; or, where its vocabulary maps make no sense, with the first that do."""
     if not reading.problems:
-        return corrected.drafter_of(pair.target, checkpoint.path, pair.layer_ids), None
+        return load_for(pair.target, checkpoint.path, aux_layer_ids=pair.layer_ids), None
     for hypothesis in tried:
         if hypothesis.stage != "d2t":
             continue
         with tempfile.TemporaryDirectory(prefix="eyas-probe-") as place, suppress(CheckpointError):
             out = Path(place) / "drafter"
             corrected.write(checkpoint, reading, hypothesis, out)
-            return corrected.drafter_of(pair.target, out, hypothesis.config.aux_layer_ids), hypothesis
+            return load_for(pair.target, out, aux_layer_ids=hypothesis.config.aux_layer_ids), hypothesis
     raise refusal(checkpoint.path, list(reading.problems))
 
 

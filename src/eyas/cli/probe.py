@@ -170,11 +170,11 @@ def _write(drafter: Path, readings: Readings, out: Path, force: bool) -> str:
 def _trace(
     asked: Asked, pair: Pair, prompt: Sequence[int], reference: Path | None, readings: Readings
 ) -> tuple[Comparison, Trace]:
-    from eyas.bridges.corrected import drafter_of
     from eyas.bridges.probe import examine
     from eyas.bridges.recording import record
+    from eyas.drafter.storage import load_for
 
-    model = readings.model if reference is None else drafter_of(pair.target, reference, None)
+    model = readings.model if reference is None else load_for(pair.target, reference)
     with progress(f"tracing {asked.engine}") as report:
         trace = record(asked, prompt, report, notice)
         report("comparing", None)

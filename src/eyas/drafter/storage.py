@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +16,9 @@ from eyas.drafter import dialects, vocabulary, writing
 from eyas.drafter.checkpoint import Checkpoint, refusal
 from eyas.drafter.config import Eagle3Config, resolve_layer_ids, tensor_shapes
 from eyas.drafter.model import Eagle3Model
+
+if TYPE_CHECKING:
+    from eyas.target.contract import Eagle3Target
 
 _FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -54,6 +58,25 @@ def load_drafter(
     if problems:
         raise refusal(checkpoint.path, problems)
     return _build(checkpoint, reading, config, dtype, device)
+
+
+def load_for(
+    target: Eagle3Target,
+    path: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    aux_layer_ids: tuple[int, ...] | None = None,
+) -> Eagle3Model:
+    """``load_drafter`` for a target that is loaded: on its device, and in its dtype unless another is given."""
+    return load_drafter(
+        path,
+        target_hidden_size=target.hidden_size,
+        target_vocab_size=target.vocab_size,
+        num_target_layers=target.num_layers,
+        dtype=dtype or target.dtype,
+        device=target.device,
+        aux_layer_ids=aux_layer_ids,
+    )
 
 
 def save(model: Eagle3Model, folder: str | Path, dialect: str = "sglang") -> None:

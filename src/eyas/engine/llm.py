@@ -284,21 +284,13 @@ def load_drafter_for(target: HFTarget, drafter: str | Path, layer_ids: Sequence[
     """The drafter at a path, checked against ``target``; or, by the name ``untrained``, a random one for it."""
     from eyas.drafter.eagle3 import Eagle3Drafter
     from eyas.drafter.model import untrained
-    from eyas.drafter.storage import load_drafter
+    from eyas.drafter.storage import load_for
 
-    place: Any = {"dtype": target.dtype, "device": target.device}
     if str(drafter) == "untrained":
-        model = untrained(target.hidden_size, target.num_layers, target.vocab_size, **place)
-        pack_linears(model)
-        return Eagle3Drafter(model)
-    model = load_drafter(
-        drafter,
-        target_hidden_size=target.hidden_size,
-        target_vocab_size=target.vocab_size,
-        num_target_layers=target.num_layers,
-        aux_layer_ids=tuple(layer_ids) if layer_ids else None,
-        **place,
-    )
+        sizes = target.hidden_size, target.num_layers, target.vocab_size
+        model = untrained(*sizes, dtype=target.dtype, device=target.device)
+    else:
+        model = load_for(target, drafter, aux_layer_ids=tuple(layer_ids) if layer_ids else None)
     pack_linears(model)
     return Eagle3Drafter(model)
 

@@ -16,7 +16,7 @@ from torch import nn
 from eyas.core import CheckpointError, UsageError
 from eyas.drafter.config import ROPE_KEYS
 from eyas.drafter.model import Attention, DraftLayer, Eagle3Model, untrained
-from eyas.drafter.storage import load_drafter
+from eyas.drafter.storage import load_for
 from eyas.drafter.vocabulary import Ids
 from eyas.target.adapter import HFTarget, nested
 
@@ -25,14 +25,7 @@ QKV, GATES = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 def existing(drafter: str, target: HFTarget) -> Eagle3Model:
     """The drafter at a path, in float32 for training. Raises CheckpointError where it does not fit ``target``."""
-    model = load_drafter(
-        drafter,
-        target_hidden_size=target.hidden_size,
-        target_vocab_size=target.vocab_size,
-        num_target_layers=target.num_layers,
-        dtype=torch.float32,
-        device=target.device,
-    )
+    model = load_for(target, drafter, dtype=torch.float32)
     model.bind(*target.get_embed_and_head())
     if model.embed_tokens is not None:  # a copy of the target's, or an earlier training's: it stays
         model.embed_tokens.requires_grad_(model.config.tied_head)
