@@ -367,7 +367,7 @@ def test_a_matcher_that_fails_ends_its_own_request_only(shape):
         assert all(answers[r.id].tokens == decode(engine(), r).tokens for r in requests)
 
 
-def test_a_matcher_that_breaks_is_made_anew(monkeypatch):
+def test_a_matcher_that_breaks_is_made_anew():
     """What broke it may be a draft's token that is never chosen."""
     state = Grammar(grammars().compile(StructuredOutputsParams(regex="[ab]+")), (END,), 5)
     a, b = tokenizer()("a")["input_ids"] + tokenizer()("b")["input_ids"]

@@ -15,7 +15,7 @@ from engine.harness import TREE, random_drafter
 from letters import tokenizer
 from pydantic import BaseModel, Field
 from schemas import schemas
-from server.live import CHAT, COMPLETIONS, MODEL, NAME, Live
+from server.live import CHAT, COMPLETIONS, MODEL, NAME, Live, wait_for
 
 from eyas.core import SamplingParams, StructuredOutputsParams
 from eyas.engine import grammar
@@ -197,7 +197,7 @@ def test_what_cannot_be_is_a_400_that_names_the_field(spelling, what):
 
 
 def test_compiling_keeps_nobody_waiting(spelling, monkeypatch):
-    """A constraint that takes its time: others do not wait for it, even if they are constrained as somebody was."""
+    """Constraints that take their time: others do not wait for them, even if they are constrained as somebody was."""
     assert answer(spelling, regex="known[ab]{3}").status_code == 200
     slow, go = threading.Event(), threading.Event()
     original = grammar.source_of
@@ -209,9 +209,12 @@ def test_compiling_keeps_nobody_waiting(spelling, monkeypatch):
 
     monkeypatch.setattr(grammar, "source_of", waits)
     replies: list[Any] = []
-    thread = threading.Thread(target=lambda: replies.append(answer(spelling, regex="slow[ab]{3}")))
-    thread.start()
+    patterns = [f"slow{n}[ab]{{3}}" for n in range(40)]  # more than asyncio has threads
+    asking = [threading.Thread(target=lambda p=p: replies.append(answer(spelling, regex=p))) for p in patterns]
+    for thread in asking:
+        thread.start()
     assert slow.wait(30)
+    wait_for(lambda: spelling.service.open_requests == len(patterns))
     with spelling.http() as client:
         body = {"model": MODEL, "prompt": "what?", "max_tokens": 4}
         assert client.post(COMPLETIONS, json=body).status_code == 200
@@ -219,8 +222,9 @@ def test_compiling_keeps_nobody_waiting(spelling, monkeypatch):
         assert client.get("/health").status_code == 200
     assert not replies
     go.set()
-    thread.join(30)
-    assert text_of(replies[0]).startswith("slow")
+    for thread in asking:
+        thread.join(30)
+    assert len(replies) == len(patterns) and all(text_of(reply).startswith("slow") for reply in replies)
 
 
 def test_a_target_without_bytes_says_so(live):

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from cli import tiny
+from PIL import Image
 from server.live import ASKED, CHAT, chat, model
 from server.test_errors import error_of
 from server.test_faults import serving
 
 from eyas.engine.llm import LLM
-from eyas.server.templates import Templated, variables
+from eyas.target.images import encode_chat, variables
 
 LOUD = tiny.TEMPLATE + "{% if thinking %} w9 w10{% elif steps is defined %} {{ 'w7 ' * (8 // steps) }}{% endif %}"
 
@@ -80,7 +82,11 @@ def test_a_processor_is_given_nothing_but_what_its_template_reads():
 
         def apply_chat_template(self, messages, **settings):
             heard.update(settings)
+            return {"input_ids": torch.tensor([[5, 9]])}
 
-    Templated(Processor(), {"size": {"height": 10_000}, "depth": 2, "do_resize": False}).apply_chat_template([], x=1)
-    assert heard == {"depth": 2, "x": 1}
+    shown = [{"role": "user", "content": [{"type": "image", "image": Image.new("RGB", (2, 2))}]}]
+    settings = {"size": {"height": 10_000}, "depth": 2, "do_resize": False}
+    assert encode_chat(shown, None, Processor(), chat_template_kwargs=settings)[0] == [5, 9]
+    assert {*heard} == {"depth", "tokenize", "add_generation_prompt", "return_dict", "return_tensors"}
+    assert heard["depth"] == 2
     assert variables("{% for m in messages %}{{ m }}{% break %}{% endfor %}{{ on }}") == {"messages", "on"}

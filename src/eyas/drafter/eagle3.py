@@ -172,9 +172,9 @@ class Eagle3Drafter:
 
     def _expanded(self, builder: TreeBuilder, normed: torch.Tensor, drafting: Drafting, depth: int) -> Frontier:
         """The next frontier, from the last one's ``normed`` [B, F, H]."""
-        rows, token_ids = drafting.rows, self.model.draft_to_target
-        paths = builder.paths() if _any_history(rows) else None
-        bits = drafting.allowed(builder.paths()) if drafting.allowed is not None else None
+        rows, allowed, token_ids = drafting.rows, drafting.allowed, self.model.draft_to_target
+        paths = builder.paths() if allowed is not None or _any_history(rows) else None
+        bits = allowed(paths) if allowed is not None and paths is not None else None
         scores = draft_scores(self.model.logits(normed), rows, depth, token_ids=token_ids, paths=paths, allowed=bits)
         return builder.expand(scores, token_ids)
 

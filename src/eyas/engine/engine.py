@@ -159,8 +159,10 @@ class Engine:
         sequences, starts = [piece.sequence for piece in pieces], [piece.start for piece in pieces]
         try:
             batch = self.runner.batch(sequences[0].slot, sequences, starts, self.scheduler.readable)
+            draft = self.runner.roots(batch)
+            paths = self.runner.paths(batch, draft)
             output = self.runner.read(pieces)
-            draft, allowed = self.runner.constrain(batch, self.runner.roots(batch))
+            draft, allowed = self.runner.constrain(batch, draft, paths)
             choice = choose(output.logits, batch.choosing, draft, allowed)
             facts = torch.cat((choice.tokens, choice.finite.long()), dim=1).tolist()
         except Exception as error:
@@ -214,10 +216,11 @@ class Engine:
                 decision = Decision(None, "plain: the drafter failed")
         if draft is None:
             draft = self.runner.roots(batch)
+        paths = self.runner.paths(batch, draft)
         times.append(time.perf_counter())
         output = self.runner.verify(batch, draft)
         times.append(time.perf_counter())
-        draft, allowed = self.runner.constrain(batch, draft)  # while a GPU is at it
+        draft, allowed = self.runner.constrain(batch, draft, paths)  # while a GPU is at it
         choice = choose(output.logits, batch.choosing, draft, allowed)
         acceptance = accept(draft, choice.tokens)
         self.runner.keep(batch, draft, acceptance, output.states)

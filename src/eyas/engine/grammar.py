@@ -68,10 +68,10 @@ class Grammars:
 
         Raises RequestError for what is no grammar, is not supported, or is too large; and where the package is missing.
         """
-        if (known := self._known(asked)) is not None:  # an engine must not wait for what others have compiled
+        if (known := self.known(asked)) is not None:  # an engine must not wait for what others have compiled
             return known
         with self._compiling:
-            if (known := self._known(asked)) is not None:
+            if (known := self.known(asked)) is not None:
                 return known
             matcher = self._matcher(asked)
         with self._lock:
@@ -80,7 +80,8 @@ class Grammars:
                 self._compiled.popitem(last=False)
         return matcher
 
-    def _known(self, asked: StructuredOutputsParams) -> LLMatcher | None:
+    def known(self, asked: StructuredOutputsParams) -> LLMatcher | None:
+        """What ``compile`` would return at once, None where it would take its time."""
         with self._lock:
             if asked in self._compiled:
                 self._compiled.move_to_end(asked)
@@ -223,24 +224,34 @@ def allowed_below(grammars: Sequence[tuple[int, Grammar]], paths: torch.Tensor) 
     return torch.from_numpy(np.array(bits)).to(paths.device, non_blocking=True)
 
 
-def allowed_after(grammars: Sequence[tuple[int, Grammar]], draft: Draft) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-    """What the target may choose after each node of a draft, int32 [C, N, W], and the nodes that cannot be.
-
-    The latter as row and node. There, and behind the end of an answer, everything is allowed: it comes to nothing.
-    """
+def paths_to(rows: Sequence[int], draft: Draft) -> list[list[Path]]:
+    """The path to each node of these rows' drafts; to padding it is that to the root. Waits for a GPU."""
     tokens = draft.tokens.tolist()
     parents = draft.parents.tolist() if draft.parents is not None else None
-    bits, wrong = [], []
-    for row, grammar in grammars:
+    found = []
+    for row in rows:
         above = parents[row] if parents is not None else range(-1, len(tokens[row]) - 1)
         paths: list[Path] = [()]
-        for node, (token, parent) in enumerate(zip(tokens[row], above, strict=True)):
-            if node > 0:
-                paths.append((*paths[parent], token) if parent >= 0 else ())  # padding is asked about, too
-        found = [grammar.node(path) for path in paths]
+        for token, parent in zip(tokens[row][1:], above[1:], strict=True):
+            paths.append((*paths[parent], token) if parent >= 0 else ())
+        found.append(paths)
+    return found
+
+
+def allowed_after(
+    grammars: Sequence[tuple[int, Grammar]], paths: Sequence[Sequence[Path]]
+) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+    """What the target may choose after each node of a draft, int32 [C, N, W], and the nodes that cannot be.
+
+    ``paths`` are those to the nodes of each sequence that has a grammar. Nodes that cannot be are given as row and
+    node. There, and behind the end of an answer, everything is allowed: it comes to nothing.
+    """
+    bits, wrong = [], []
+    for (row, grammar), own in zip(grammars, paths, strict=True):
+        found = [grammar.node(path) for path in own]
         wrong += [(row, index) for index, node in enumerate(found) if node.fault is not None]
         bits.append([np.full_like(n.bits, -1) if n.ended or n.fault is not None else n.bits for n in found])
-    return torch.from_numpy(np.array(bits)).to(draft.tokens.device, non_blocking=True), wrong
+    return torch.from_numpy(np.array(bits)), wrong
 
 
 def has(bits: np.ndarray, token: int) -> bool:

@@ -217,15 +217,21 @@ class LLM:
         for output in self.engine.step():
             self._inboxes[output.request_id].append(output)
 
-    def encode(self, prompt: Prompt) -> tuple[list[int], dict[str, Any] | None]:
-        """Token ids of text (as it is), token ids, or chat messages (through the chat template), and image tensors."""
+    def encode(
+        self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> tuple[list[int], dict[str, Any] | None]:
+        """Token ids of text (as it is), token ids, or chat messages (through the chat template), and image tensors.
+
+        ``chat_template_kwargs`` is what the template is told beside the messages.
+        """
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("A prompt of text needs a tokenizer, and none was loaded: give token ids.")
             return list(self.tokenizer(prompt)["input_ids"]), None
         items = list(prompt)
         if items and all(isinstance(item, Mapping) for item in items):
-            return encode_chat(items, self.tokenizer, self.processor, self._why_no_processor)  # type: ignore[arg-type]
+            speakers = self.tokenizer, self.processor, self._why_no_processor
+            return encode_chat(items, *speakers, chat_template_kwargs)  # type: ignore[arg-type]
         if not all(isinstance(item, int) for item in items):
             raise RequestError("A prompt is text, a list of token ids, or a list of chat messages.")
         return [int(item) for item in items], None  # type: ignore[call-overload]

@@ -12,7 +12,7 @@ import torch
 
 from eyas.core import Acceptance, Draft, DraftShape, RequestError
 from eyas.drafter.contract import Drafter, Drafting, TrueStates
-from eyas.engine.grammar import Grammar, allowed_after, allowed_below
+from eyas.engine.grammar import Grammar, Path, allowed_after, allowed_below, paths_to
 from eyas.engine.scheduler import Chunk, Copy, Layout
 from eyas.engine.sequence import Sequence
 from eyas.speculation.sampling import Rows, rows_of
@@ -246,11 +246,16 @@ class Runner:
         )
         return self._forward(block)
 
-    def constrain(self, batch: Batch, draft: Draft) -> tuple[Draft, torch.Tensor | None]:
+    def paths(self, batch: Batch, draft: Draft) -> list[list[Path]]:
+        """What ``constrain`` asks about. To be read before ``verify``, which a GPU would have to finish first."""
+        return paths_to([row for row, _ in batch.grammars], draft) if batch.grammars else []
+
+    def constrain(self, batch: Batch, draft: Draft, paths: Many[Many[Path]]) -> tuple[Draft, torch.Tensor | None]:
         """What may follow each node, as ``choose`` takes it, and the draft without what cannot be: never accepted."""
         if not batch.grammars:
             return draft, None
-        allowed, wrong = allowed_after(batch.grammars, draft)
+        bits, wrong = allowed_after(batch.grammars, paths)
+        allowed = bits.to(draft.tokens.device, non_blocking=True)
         if not wrong:
             return draft, allowed
         tokens = draft.tokens.clone()

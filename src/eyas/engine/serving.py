@@ -9,6 +9,7 @@ import queue
 import threading
 import traceback
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from eyas.core import EyasError, Request, RequestError, StructuredOutputsParams
@@ -33,6 +34,7 @@ class AsyncLLM:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._listeners: dict[str, Listener] = {}  # touched by the engine's thread only
         self._closed = False
+        self._compiling = ThreadPoolExecutor(1, "eyas-compile")  # one: constraints are compiled one after another
         self._thread = threading.Thread(target=self._run, name="eyas-engine", daemon=True)
         self._thread.start()
 
@@ -61,11 +63,13 @@ class AsyncLLM:
             self._commands.put(lambda: self._drop(request.id, hear))
 
     async def compile(self, constraint: StructuredOutputsParams) -> None:
-        """Has a constraint ready before it is needed, in a thread of its own: nobody else waits for that.
+        """Has a constraint ready before it is needed, in a thread of its own: nobody waits for those of others.
 
         Raises RequestError for what cannot be one.
         """
-        await asyncio.to_thread(self.llm.engine.grammars.compile, constraint)
+        grammars = self.llm.engine.grammars
+        if grammars.known(constraint) is None:
+            await asyncio.get_running_loop().run_in_executor(self._compiling, grammars.compile, constraint)
 
     async def call(self, function: Callable[[], Any]) -> Any:
         """Runs something between two steps: whatever reads or changes the engine has to."""

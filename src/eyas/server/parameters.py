@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from eyas.core import SamplingParams, StructuredOutputsParams, UsageError
 from eyas.server.errors import refused
-from eyas.server.protocol import ChatRequest, CompletionRequest, Shared
+from eyas.server.protocol import ChatRequest, CompletionRequest, Shared, StructuredOutputs
 
 if TYPE_CHECKING:
     from eyas.engine.serving import AsyncLLM
@@ -87,7 +87,7 @@ def constraints(asked: Shared) -> dict[str, dict[str, Any]]:
     if form and form.type == "json_schema" and not schema:
         raise refused("response_format.json_schema", "response_format.json_schema is required with type json_schema.")
     formats: dict[str, dict[str, Any]] = {"text": {}, "json_object": {"json_object": True}, "json_schema": schema}
-    names = {"json": "json_", "json_object": "json_object", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+    names = {field.alias or name: name for name, field in StructuredOutputs.model_fields.items()}
     given = {name: value for name, field in names.items() if (value := getattr(own, field, None)) is not None}
     if own is not None and not given:
         raise refused("structured_outputs", f"structured_outputs must have one of {', '.join(names)}.")

@@ -10,9 +10,8 @@ from eyas.core import RequestError
 from eyas.server.errors import ApiError, refused
 from eyas.server.images import ImageReader
 from eyas.server.protocol import ChatRequest, CompletionRequest, ImageUrl, Message, Part, check_within, prompts_of
-from eyas.server.templates import Templated, check_settings
+from eyas.server.templates import check_settings
 from eyas.server.tokens import TokenizeRequest
-from eyas.target.images import encode_chat, has_images
 
 if TYPE_CHECKING:
     from eyas.engine.llm import LLM
@@ -69,6 +68,7 @@ class Encoder:
         return self._llm.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _chat(self, given: Sequence[Message], settings: Mapping[str, Any]) -> Prompt:
+        check_settings(settings, self._llm.tokenizer)
         reader = ImageReader()
         messages = [self._message(message, f"messages[{n}]", reader) for n, message in enumerate(given)]
         if any(isinstance(message["content"], list) for message in messages):  # templates take parts or text, not both
@@ -77,12 +77,8 @@ class Encoder:
         return self._encode(messages, "messages", settings)
 
     def _encode(self, content: Any, param: str, settings: Mapping[str, Any] | None = None) -> Prompt:
-        check_settings(settings or {}, self._llm.tokenizer)
         try:
-            if not settings or (not self._sees and has_images(content)):  # the latter: it knows why it cannot
-                return Prompt(*self._llm.encode(content))
-            speakers = [Templated(speaker, settings) for speaker in (self._llm.tokenizer, self._llm.processor)]
-            return Prompt(*encode_chat(content, speakers[0], speakers[1]))
+            return Prompt(*self._llm.encode(content, settings))
         except RequestError as error:
             raise refused(param, str(error)) from error
 

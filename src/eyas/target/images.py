@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError
+from jinja2.meta import find_undeclared_variables
 
 from eyas.core import RequestError
 
@@ -21,6 +24,10 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 50_000_000  # a decoded image takes 3 bytes a pixel, however small its file is
 MAX_FILE = 50_000_000
 BROKEN = (OSError, ValueError, SyntaxError, TypeError, LookupError, struct.error)  # Pillow's words for a broken file
+
+GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")  # a tag that transformers adds to Jinja
+# What a template raises for messages and settings that it was not made for.
+MISTAKES = (TemplateError, ValueError, TypeError, KeyError, IndexError, ArithmeticError, AttributeError)
 
 
 def open_image(file: str | Path) -> Image:
@@ -77,10 +84,15 @@ def has_images(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def encode_chat(
-    messages: Sequence[Mapping[str, Any]], tokenizer: Any, processor: Any, why_no_processor: str | None = None
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    processor: Any,
+    why_no_processor: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[list[int], dict[str, Any] | None]:
     """Renders ``messages`` with the target's own chat template, ready for the assistant's turn.
 
+    The template hears those of ``chat_template_kwargs`` that it reads: a processor would take the others for its own.
     Returns the prompt's token ids and, where the messages hold images, the processor's tensors for them.
     Raises RequestError when there is no chat template or it refuses the messages, or images without a processor.
     """
@@ -93,11 +105,27 @@ def encode_chat(
     if not images and not getattr(tokenizer, "chat_template", None):
         raise RequestError("This target's tokenizer has no chat template: give the prompt as text instead of messages.")
     how: dict[str, Any] = {"tokenize": True, "add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+    speaker, settings = processor if images else tokenizer, chat_template_kwargs or {}
     try:
-        encoded = (processor if images else tokenizer).apply_chat_template(list(messages), **how)
-    except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
+        read = variables(template_of(speaker)) if settings else frozenset()
+        heard = {name: value for name, value in settings.items() if name in read}
+        encoded = speaker.apply_chat_template(list(messages), **heard, **how)
+    except MISTAKES as error:
         raise RequestError(f"The target's chat template cannot take these messages: {error}") from error
     return encoded["input_ids"][0].tolist(), image_inputs(encoded) if images else None
+
+
+def template_of(speaker: Any) -> str:
+    """The template that a tokenizer or processor uses unless told otherwise; empty where there is none."""
+    found = getattr(speaker, "chat_template", None)
+    return (found.get("default") if isinstance(found, Mapping) else found) or ""
+
+
+@lru_cache(maxsize=8)
+def variables(template: str) -> frozenset[str]:
+    """What a template reads and does not set itself. Raises jinja2's TemplateError where it is none."""
+    parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION.sub("", template))
+    return frozenset(find_undeclared_variables(parsed))
 
 
 def image_inputs(inputs: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -19,7 +19,6 @@ let images = []; // {name, url} that go with the next message
 async function connect() {
   for (;;) {
     try {
-      await call("/v1/models");
       server = await (await call("/server_info")).json();
       return introduce();
     } catch (failure) {
