@@ -23,9 +23,10 @@ from typing import Any
 
 import jsonschema
 import torch
-from side_by_side import provenance, show_ratio
+from side_by_side import provenance, show_ratio, turned
 
 import eyas
+from eyas.bench.benchmark import write
 from eyas.core import DraftShape, Request, SamplingParams, StructuredOutputsParams
 from eyas.engine.llm import LLM
 
@@ -141,13 +142,10 @@ def main() -> None:
     for turn in range(args.rounds):
         for number, start in enumerate(range(0, len(made), args.together)):
             company = {n: made[n] for n in range(start, min(start + args.together, len(made)))}
-            first = (turn + number) % len(WAYS)
-            for way in (*WAYS[first:], *WAYS[:first]):
+            for way in turned(WAYS, turn + number):
                 answers += ask(llm, company, way, args.tokens)
             if args.out:
-                whole = args.out.with_suffix(".part")
-                whole.write_text(json.dumps([asdict(answer) for answer in answers], indent=1))
-                whole.replace(args.out)
+                write(args.out, json.dumps([asdict(answer) for answer in answers], indent=1))
     print(f"{time.perf_counter() - begin:.0f} s")
     show(answers)
 

@@ -17,12 +17,11 @@ import json
 import os
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +29,17 @@ import httpx
 import numpy as np
 from peers.prompts import PROMPTS
 from servers import ServerError, ServerProcess
-from side_by_side import provenance, ratio
+from side_by_side import Book, only, provenance, ratio, turned
+from workers import Worker, WorkerError
+
+from eyas.bench.client import FORGET
+from eyas.bridges.metrics import Exposition
 
 HERE = Path(__file__).resolve().parent
 MODEL = "smollm2"  # what the servers call it
 CONTEXT = 2048
 EYAS, EYAS_PLAIN, VLLM, VLLM_PLAIN = "Eyas", "Eyas plain", "vLLM EAGLE-3", "vLLM plain"
 RATIOS = ((EYAS, VLLM), (EYAS_PLAIN, VLLM_PLAIN), (EYAS, VLLM_PLAIN), (EYAS, EYAS_PLAIN), (VLLM, VLLM_PLAIN))
-FORGET = "/flush_cache", "/reset_prefix_cache"  # SGLang's name, which Eyas has too; vLLM's
 
 
 class LoadError(Exception):
@@ -88,20 +90,11 @@ class Load:
         # in ShareGPT's shape, of which the first turn is asked: vLLM reads other files with pandas, which it may lack
         turns = [{"conversations": [{"value": prompt}, {"value": "-"}]} for prompt in PROMPTS]
         self.prompts.write_text(json.dumps(turns))
-        self.log = folder / "load.log"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [str(python), str(HERE / "peers" / "vllm_load.py")],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env={**os.environ, **VLLM_SETTINGS},
-            )
-        self.about: dict[str, str] = self._hear()["ready"]
+        command = [str(python), str(HERE / "peers" / "vllm_load.py")]
+        self.worker = Worker("the load generator", command, VLLM_SETTINGS)
 
     def run(self, url: str, concurrency: int, requests: int) -> dict[str, Any]:
-        """What it measured. Raises LoadError."""
+        """What it measured. Raises WorkerError."""
         result = self.folder / "result.json"
         result.unlink(missing_ok=True)
         arguments = ["--backend", "openai-chat", "--base-url", url, "--endpoint", "/v1/chat/completions"]
@@ -110,22 +103,8 @@ class Load:
         arguments += ["--num-prompts", str(requests), "--sharegpt-output-len", str(self.tokens)]
         arguments += ["--max-concurrency", str(concurrency), "--ignore-eos", "--temperature", "0", "--disable-tqdm"]
         arguments += ["--save-result", "--save-detailed", "--result-dir", str(self.folder)]
-        print(json.dumps([*arguments, "--result-filename", result.name]), file=self.process.stdin, flush=True)
-        if (error := self._hear().get("error")) is not None:
-            raise LoadError(f"the load generator failed: {error} ({self.log})")
+        self.worker.tell([*arguments, "--result-filename", result.name])
         return json.loads(result.read_text())
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def _hear(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            last = self.log.read_text(errors="replace").strip().splitlines()[-1:]
-            raise LoadError(f"the load generator ended: {''.join(last)} ({self.log})")
-        return json.loads(line)
 
 
 VLLM_SETTINGS = {
@@ -168,31 +147,11 @@ def commands(args: argparse.Namespace, target: Path, drafter: Path) -> dict[str,
         VLLM: ([*vllm, "--speculative-config", json.dumps(speculative)], theirs),
         VLLM_PLAIN: (vllm, theirs),
     }
-    if unknown := set(args.only or ()) - set(found):
-        raise SystemExit(f"no such server: {', '.join(sorted(unknown))}; there are {', '.join(found)}")
-    return {name: command for name, command in found.items() if not args.only or name in args.only}
+    return only(found, args.only)
 
 
-@dataclass
-class Book:
-    """What was measured, by server and concurrency, one run a round in the order of the rounds; as JSON."""
-
-    about: dict[str, Any]
-    runs: dict[str, dict[str, list[dict[str, Any]]]] = field(default_factory=dict)
-    path: Path | None = None
-
-    def enter(self, name: str, concurrency: int, run: Run) -> None:
-        self.runs.setdefault(name, {}).setdefault(str(concurrency), []).append(vars(run))
-
-    def write(self) -> None:
-        """The whole file anew, complete or not at all."""
-        if self.path is not None:
-            draft = self.path.with_name(f".{self.path.name}.part")
-            draft.write_text(json.dumps({"about": self.about, "runs": self.runs}) + "\n", encoding="utf-8")
-            draft.replace(self.path)
-
-    def of(self, name: str, concurrency: int) -> list[Run]:
-        return [Run(**run) for run in self.runs.get(name, {}).get(str(concurrency), [])]
+def runs(book: Book, name: str, concurrency: int) -> list[Run]:
+    return [Run(**entry) for entry in book.of(name, concurrency)]
 
 
 @contextmanager
@@ -220,7 +179,7 @@ def started(commands: Mapping[str, tuple[list[str], dict[str, str]]]) -> Iterato
 
 
 def measured(server: ServerProcess, load: Load, concurrency: int) -> Run:
-    """One run against one server, which is awake for it. Raises LoadError, or ServerError where it is gone."""
+    """One run against one server, awake for it. Raises LoadError, WorkerError, or ServerError where it is gone."""
     requests = concurrency * max(2, 8 // concurrency)
     server.go_on()
     try:
@@ -239,30 +198,28 @@ def measured(server: ServerProcess, load: Load, concurrency: int) -> Run:
 
 def drafts(page: str) -> tuple[float, float]:
     """Drafts verified and draft tokens accepted so far, by the names that vLLM and Eyas share."""
-    found = {"spec_decode_num_drafts_total": 0.0, "spec_decode_num_accepted_tokens_total": 0.0}
-    for line in page.splitlines():
-        name = line.partition(":")[2].partition("{")[0].partition(" ")[0]
-        if name in found and not line.startswith("#"):
-            found[name] += float(line.rpartition(" ")[2])
-    verified, accepted = found.values()
-    return verified, accepted
+    told = Exposition.parse(page)
+
+    def count(what: str) -> float:
+        names = [f"{engine}:spec_decode_num_{what}_total" for engine in ("eyas", "vllm")]
+        return sum(value for name in names for value in told.values(name).values())
+
+    return count("drafts"), count("accepted_tokens")
 
 
 def measure(servers: dict[str, ServerProcess], load: Load, book: Book, args: argparse.Namespace) -> None:
     """Rounds that do not count, then those that do; whoever fails is out from there on. ``servers`` loses those."""
     for turn in range(-args.warm_ups, args.rounds):
         for concurrency in args.concurrency:
-            names = list(servers)
-            shift = turn % max(len(names), 1)
-            for name in names[shift:] + names[:shift]:
+            for name in turned(list(servers), turn):
                 try:
                     run = measured(servers[name], load, concurrency)
-                except (LoadError, ServerError) as error:
+                except (LoadError, ServerError, WorkerError) as error:
                     print(f"out: {name} at {concurrency}: {error}", file=sys.stderr)
                     servers.pop(name).end()
                 else:
                     if turn >= 0:
-                        book.enter(name, concurrency, run)
+                        book.enter(name, concurrency, vars(run))
         book.write()
         what = f"round {turn + 1} of {args.rounds}" if turn >= 0 else "warmed up"
         print(what, file=sys.stderr, flush=True)
@@ -279,8 +236,8 @@ def show(book: Book) -> None:
         f"Load: vllm bench serve. vLLM drafts {about['draft_tokens']} tokens, Eyas as many as pay. {about['settings']}"
     )
     for concurrency in about["concurrency"]:
-        print(f"\n**{concurrency} at a time** (medians of {rounds(book)} rounds)\n")
-        table(["", *MEASURES, "acceptance length"], [row(book, name, concurrency) for name in book.runs])
+        print(f"\n**{concurrency} at a time** (medians of {most_rounds(book)} rounds)\n")
+        table(["", *MEASURES, "acceptance length"], [row(book, name, concurrency) for name in book.rounds])
     print(
         "\n**Ratios**, medians of the rounds' ratios with 95% intervals; times below 1 and tok/s above 1 are better\n"
     )
@@ -296,21 +253,22 @@ def show(book: Book) -> None:
     table(["", *COMPARED], lines)
 
 
-def rounds(book: Book) -> int:
-    return max((len(runs) for by in book.runs.values() for runs in by.values()), default=0)
+def most_rounds(book: Book) -> int:
+    return max((len(entries) for by in book.rounds.values() for entries in by.values()), default=0)
 
 
 def row(book: Book, name: str, concurrency: int) -> list[str]:
-    runs = book.of(name, concurrency)
-    if not runs:
+    found = runs(book, name, concurrency)
+    if not found:
         return [name, *["out"] * len(MEASURES), ""]
-    known = [run.acceptance_length for run in runs if run.acceptance_length is not None]
-    cells = [f"{statistics.median(map(measure, runs)):.1f}" for measure in MEASURES.values()]
+    known = [run.acceptance_length for run in found if run.acceptance_length is not None]
+    cells = [f"{statistics.median(map(measure, found)):.1f}" for measure in MEASURES.values()]
     return [name, *cells, f"{statistics.mean(known):.2f}" if known else ""]
 
 
 def shown_ratio(book: Book, over: str, under: str, concurrency: int, what: str) -> str:
-    pairs = list(zip(book.of(over, concurrency), book.of(under, concurrency), strict=False))  # who is out stays out
+    both = (runs(book, name, concurrency) for name in (over, under))
+    pairs = list(zip(*both, strict=False))  # who is out stays out
     middle, low, high = ratio([MEASURES[what](a) for a, _ in pairs], [MEASURES[what](b) for _, b in pairs])
     return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
 
@@ -349,7 +307,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     if args.show:
-        show(Book(**json.loads(args.show.read_text(encoding="utf-8"))))
+        show(Book.read(args.show))
         return
     if max(args.concurrency) * 2 > len(PROMPTS):
         raise SystemExit(f"there are {len(PROMPTS)} prompts, so concurrency ends at {len(PROMPTS) // 2}")
@@ -366,7 +324,7 @@ def main() -> None:
         try:
             about = {
                 "machine": provenance(),
-                "versions": {"eyas": __version__, **load.about},
+                "versions": {"eyas": __version__, **load.worker.about},
                 "tokens": args.tokens,
                 "concurrency": args.concurrency,
                 "draft_tokens": args.draft_tokens,
@@ -379,7 +337,7 @@ def main() -> None:
                 measure(servers, load, book, args)
                 complete = len(servers) == len(asked)
         finally:
-            load.end()
+            load.worker.end()
     show(book)
     sys.exit(0 if complete else 1)
 

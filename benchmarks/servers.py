@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -21,7 +22,24 @@ class ServerError(Exception):
     """A server did not start, or is gone."""
 
 
-class ServerProcess:
+class Group:
+    """A process that leads a group of its own: a signal reaches whatever it starts."""
+
+    process: subprocess.Popen[Any]
+
+    def halt(self) -> None:
+        """It uses no CPU until ``go_on``."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+
+class ServerProcess(Group):
     """``command`` with ``--port`` of our choice behind it, in a group of its own; ``log`` has all that it says."""
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None):
@@ -36,7 +54,7 @@ class ServerProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(environment or {})},
-                start_new_session=True,  # a signal reaches whatever it starts
+                start_new_session=True,
             )
 
     def wait(self, seconds: float = PATIENCE) -> None:
@@ -56,13 +74,6 @@ class ServerProcess:
     def last_line(self) -> str:
         return "".join(self.log.read_text(errors="replace").strip().splitlines()[-1:])
 
-    def halt(self) -> None:
-        """It uses no CPU until ``go_on``."""
-        self._signal(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        self._signal(signal.SIGCONT)
-
     def end(self, seconds: float = 40.0) -> int:
         """Tells it to end, as an operator would, and returns its exit status; who does not is killed."""
         if self.status is not None:  # its group may be another's by now
@@ -79,10 +90,6 @@ class ServerProcess:
         self.process.wait()
         self.status = status
         return status
-
-    def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
 
 
 def free_port() -> int:

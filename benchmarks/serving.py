@@ -16,9 +16,7 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +26,8 @@ from typing import Any
 
 import numpy as np
 from peers.prompts import PROMPTS
-from side_by_side import provenance, show_ratio
+from side_by_side import Book, only, provenance, show_ratio, turned
+from workers import Worker, WorkerError
 
 HERE = Path(__file__).resolve().parent
 DRAFT_VOCABULARY = 8192
@@ -75,73 +74,21 @@ HEAD = (
 STEP_BAR = 1.35  # one step with a chain of 5 over a plain one, batch 1
 
 
-class PeerError(Exception):
-    """A contender cannot go on; the others can."""
-
-
-class Peer:
-    """A worker process. It is stopped but for its turns."""
-
-    def __init__(self, name: str, command: Sequence[str], threads: int):
-        self.name = name
-        self.log = Path(tempfile.mkstemp(prefix="eyas-serving-", suffix=".log")[1])
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [*command, "--threads", str(threads)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=environment,
-                start_new_session=True,  # a group of its own: a signal reaches whatever it starts
-            )
-        self.about: dict[str, Any] = self._hear()["ready"]
-        self._signal(signal.SIGSTOP)
-
-    def round(self, prompts: Sequence[Sequence[int]], tokens: int, warm_up: bool = False) -> dict[str, Any]:
-        """One round, as ``peers/protocol.py`` has it. Raises PeerError, also where tokens are missing."""
-        self._signal(signal.SIGCONT)
-        try:
-            order = {"prompts": prompts, "tokens": tokens, "warm_up": warm_up}
-            print(json.dumps(order), file=self.process.stdin, flush=True)
-            result = self._hear()
-        except BrokenPipeError:
-            raise PeerError(self._ended()) from None
-        finally:
-            self._signal(signal.SIGSTOP)
-        if "error" in result:
-            raise PeerError(f"{result['error']} ({self.log})")
-        found = {len(answer) for answer in result["answers"]}
-        if found != {tokens}:
-            raise PeerError(f"made {sorted(found)} tokens instead of {tokens} ({self.log})")
-        return result
-
-    def end(self) -> None:
-        self._signal(signal.SIGKILL)
-        self.process.wait()
-
-    def _hear(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise PeerError(self._ended())
-        return json.loads(line)
-
-    def _ended(self) -> str:
-        last = self.log.read_text(errors="replace").strip().splitlines()[-1:]
-        return f"ended: {''.join(last)} ({self.log})"
-
-    def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
+def take_round(worker: Worker, prompts: Sequence[Sequence[int]], tokens: int, warm_up: bool) -> dict[str, Any]:
+    """One round, as ``peers/protocol.py`` has it. Raises WorkerError, also where tokens are missing."""
+    result = worker.tell({"prompts": prompts, "tokens": tokens, "warm_up": warm_up})
+    found = {len(answer) for answer in result["answers"]}
+    if found != {tokens}:
+        raise WorkerError(f"{worker.name} made {sorted(found)} tokens instead of {tokens} ({worker.log})")
+    return result
 
 
 def commands(args: argparse.Namespace, target: Path, drafter: Path) -> dict[str, list[str]]:
     """Every contender's command line. Without a trained drafter, one is made to accept as one would."""
 
     def worker(python: Path | str, name: str, *rest: str) -> list[str]:
-        return [str(python), str(HERE / "peers" / f"{name}_worker.py"), str(target), *rest, "--most", most]
+        script = str(HERE / "peers" / f"{name}_worker.py")
+        return [str(python), script, str(target), *rest, "--most", most, "--threads", str(args.threads)]
 
     most = str(max(args.concurrency))
     compiling = ("--compile",) if args.compile else ()
@@ -159,52 +106,22 @@ def commands(args: argparse.Namespace, target: Path, drafter: Path) -> dict[str,
     }
     if args.drafter is None:
         found[SCRIPTED] = worker(sys.executable, "eyas", "auto", *feigned, *compiling)
-    if unknown := set(args.only or ()) - set(found):
-        raise SystemExit(f"no such contender: {', '.join(sorted(unknown))}; there are {', '.join(found)}")
-    return {name: command for name, command in found.items() if not args.only or name in args.only}
+    return only(found, args.only)
 
 
-@dataclass
-class Book:
-    """What was measured, as JSON: by contender and concurrency, one entry a round, in the order of the rounds."""
-
-    about: dict[str, Any]
-    rounds: dict[str, dict[str, list[dict[str, Any]]]]
-    path: Path | None = None
-
-    def enter(self, name: str, concurrency: int, result: Mapping[str, Any]) -> None:
-        answers = result["answers"]
-        entry = {
-            "seconds": result["seconds"],
-            "tokens": sum(map(len, answers)),
-            "first": result["first"],
-            "gaps": [
-                (last - first) / max(len(answer) - 1, 1)
-                for first, last, answer in zip(result["first"], result["last"], answers, strict=True)
-            ],
-            "acceptance_length": result["acceptance_length"],
-        }
-        self.rounds.setdefault(name, {}).setdefault(str(concurrency), []).append(entry)
-
-    def write(self) -> None:
-        """The whole file anew, complete or not at all."""
-        if self.path is not None:
-            draft = self.path.with_name(f".{self.path.name}.part")
-            draft.write_text(json.dumps({"about": self.about, "rounds": self.rounds}) + "\n", encoding="utf-8")
-            draft.replace(self.path)
-
-    def speeds(self, name: str, concurrency: int) -> list[float]:
-        """Output tokens a second of all prompts together, by round."""
-        return [entry["tokens"] / entry["seconds"] for entry in self.rounds.get(name, {}).get(str(concurrency), [])]
-
-    def pooled(self, name: str, concurrency: int, what: str) -> list[float]:
-        """``first`` or ``gaps`` of every prompt of every round."""
-        return [value for entry in self.rounds.get(name, {}).get(str(concurrency), []) for value in entry[what]]
-
-    def acceptance_length(self, name: str, concurrency: int) -> float | None:
-        entries = self.rounds.get(name, {}).get(str(concurrency), [])
-        known = [entry["acceptance_length"] for entry in entries if entry["acceptance_length"] is not None]
-        return statistics.mean(known) if known else None
+def entry(result: Mapping[str, Any]) -> dict[str, Any]:
+    """What the book keeps of a round."""
+    answers = result["answers"]
+    return {
+        "seconds": result["seconds"],
+        "tokens": sum(map(len, answers)),
+        "first": result["first"],
+        "gaps": [
+            (last - first) / max(len(answer) - 1, 1)
+            for first, last, answer in zip(result["first"], result["last"], answers, strict=True)
+        ],
+        "acceptance_length": result["acceptance_length"],
+    }
 
 
 def encode(target: Path) -> list[list[int]]:
@@ -240,30 +157,30 @@ def drafter_folder(given: Path | None, target: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def start(commands: Mapping[str, Sequence[str]], threads: int) -> dict[str, Peer]:
+def start(commands: Mapping[str, Sequence[str]], threads: int) -> dict[str, Worker]:
     """One after another: loading and compiling disturb nobody then. Whoever fails is left out, and said so."""
-    peers = {}
+    peers, environment = {}, {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     for name, command in commands.items():
         print(f"starting {name} ...", file=sys.stderr, flush=True)
         try:
-            peers[name] = Peer(name, command, threads)
-        except (PeerError, OSError) as error:
-            print(f"left out: {name}: {error}", file=sys.stderr)
+            peers[name] = Worker(name, command, environment)
+        except (WorkerError, OSError) as error:
+            print(f"left out: {error}", file=sys.stderr)
     return peers
 
 
-def measure(peers: dict[str, Peer], prompts: list[list[int]], book: Book, args: argparse.Namespace) -> None:
+def measure(peers: dict[str, Worker], prompts: list[list[int]], book: Book, args: argparse.Namespace) -> None:
     """Warm-up, then the rounds; whoever fails is out from there on. ``peers`` loses those."""
 
     def take_turn(name: str, concurrency: int, warm_up: bool = False) -> None:
         try:
-            result = peers[name].round(prompts[:concurrency], args.tokens, warm_up)
-        except PeerError as error:
-            print(f"out: {name} at {concurrency}: {error}", file=sys.stderr)
+            result = take_round(peers[name], prompts[:concurrency], args.tokens, warm_up)
+        except WorkerError as error:
+            print(f"out at {concurrency}: {error}", file=sys.stderr)
             peers.pop(name).end()
         else:
             if not warm_up:
-                book.enter(name, concurrency, result)
+                book.enter(name, concurrency, entry(result))
 
     for name in list(peers):
         for concurrency in args.concurrency:
@@ -273,9 +190,7 @@ def measure(peers: dict[str, Peer], prompts: list[list[int]], book: Book, args: 
                     take_turn(name, concurrency, warm_up=True)
     for turn in range(args.rounds):
         for concurrency in args.concurrency:
-            names = list(peers)
-            shift = turn % max(len(names), 1)
-            for name in names[shift:] + names[:shift]:
+            for name in turned(list(peers), turn):
                 take_turn(name, concurrency)
         book.write()
         print(f"round {turn + 1} of {args.rounds}", file=sys.stderr, flush=True)
@@ -289,11 +204,7 @@ def show(book: Book) -> None:
         print(f"  {name}: {', '.join(f'{key} {value}' for key, value in settings.items())}")
     print(f"Drafter: {about['drafter']}")
     for concurrency in about["concurrency"]:
-        print(f"\nConcurrency {concurrency}")
-        head = ("tok/s", "(least to most)", "first token, ms", "p95", "between, ms", "accept. length", "rounds")
-        print(
-            f"{'':<36} {head[0]:>8} {head[1]:>18} {head[2]:>15} {head[3]:>8} {head[4]:>11} {head[5]:>14} {head[6]:>6}"
-        )
+        print(f"\nConcurrency {concurrency}\n{HEAD}")
         for name in book.rounds:
             _show_row(book, name, concurrency)
     print("\nRatios of output speed: median of the rounds' ratios [95% interval], and the bar")
@@ -305,20 +216,26 @@ def show(book: Book) -> None:
 
 
 def _show_row(book: Book, name: str, concurrency: int) -> None:
-    speeds = book.speeds(name, concurrency)
-    if not speeds:
+    entries, speeds = book.of(name, concurrency), _speeds(book, name, concurrency)
+    if not entries:
         return
-    first, gaps = (1000 * np.asarray(book.pooled(name, concurrency, what)) for what in ("first", "gaps"))
-    tau = book.acceptance_length(name, concurrency)
+    first, gaps = (1000 * np.asarray([v for one in entries for v in one[what]]) for what in ("first", "gaps"))
+    known = [one["acceptance_length"] for one in entries if one["acceptance_length"] is not None]
+    tau = f"{statistics.mean(known):.2f}" if known else ""
     span = f"({min(speeds):.1f} to {max(speeds):.1f})"
     print(
         f"{name:<36} {statistics.median(speeds):8.1f} {span:>18} {np.median(first):15.1f} "
-        f"{np.quantile(first, 0.95):8.1f} {np.median(gaps):11.2f} {f'{tau:.2f}' if tau else '':>14} {len(speeds):6d}"
+        f"{np.quantile(first, 0.95):8.1f} {np.median(gaps):11.2f} {tau:>14} {len(speeds):6d}"
     )
 
 
+def _speeds(book: Book, name: str, concurrency: int) -> list[float]:
+    """Output tokens a second of all prompts together, by round."""
+    return [one["tokens"] / one["seconds"] for one in book.of(name, concurrency)]
+
+
 def _show_bar(book: Book, bar: Bar, concurrency: int) -> None:
-    over, under = book.speeds(bar.over, concurrency), book.speeds(bar.under, concurrency)
+    over, under = (_speeds(book, name, concurrency) for name in (bar.over, bar.under))
     count = min(len(over), len(under))  # who is out is out for good, so rounds stay pairs
     if count:
         text = f"bar >= {bar.least}" if bar.least is not None else ""
@@ -327,7 +244,7 @@ def _show_bar(book: Book, bar: Bar, concurrency: int) -> None:
 
 def _show_step(book: Book, draft_tokens: int) -> None:
     """A step's time, from the time between tokens and the tokens a step made."""
-    pairs = zip(book.rounds.get(FIXED, {}).get("1", []), book.rounds.get(PLAIN, {}).get("1", []), strict=False)
+    pairs = zip(book.of(FIXED, 1), book.of(PLAIN, 1), strict=False)
     steps = [(chain["gaps"][0] * chain["acceptance_length"], plain["gaps"][0]) for chain, plain in pairs]
     if steps:
         bar = f"bar <= {STEP_BAR}" if draft_tokens == 5 else ""
@@ -357,7 +274,7 @@ def main() -> None:
     parser.add_argument("--show", type=Path, help="print what such a file says, and measure nothing")
     args = parser.parse_args()
     if args.show:
-        show(Book(**json.loads(args.show.read_text(encoding="utf-8"))))
+        show(Book.read(args.show))
         return
 
     from eyas.target.smollm2 import smollm2_folder
@@ -380,7 +297,7 @@ def main() -> None:
             f"{args.draft_tokens} has rate {args.accept_rate}, an acceptance length of {expected:.2f} for all of it",
             "contenders": {name: peer.about for name, peer in peers.items()},
         }
-        book = Book(about, {}, args.out)
+        book = Book(about, path=args.out)
         try:
             measure(peers, prompts, book, args)
         finally:

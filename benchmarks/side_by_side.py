@@ -1,23 +1,66 @@
-"""What side-by-side scripts share: interleaved rounds, medians with intervals, and where they ran."""
+"""What side-by-side scripts share: interleaved rounds and their book, medians with intervals, and where they ran."""
 
 from __future__ import annotations
 
+import json
 import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
+from eyas.bench.benchmark import write
+
+T = TypeVar("T")
+
+
+def turned(names: Sequence[T], turn: int) -> list[T]:
+    """All of them, each turn beginning with another one, so that drift hits all alike."""
+    first = turn % max(len(names), 1)
+    return [*names[first:], *names[:first]]
+
+
+def only(known: Mapping[str, T], names: Sequence[str] | None) -> dict[str, T]:
+    """Those that ``--only`` names, all without it. Ends the script where there is no such one."""
+    if unknown := set(names or ()) - set(known):
+        raise SystemExit(f"--only: there is no {', '.join(sorted(unknown))}, but {', '.join(known)}")
+    return {name: value for name, value in known.items() if not names or name in names}
+
+
+@dataclass
+class Book:
+    """What was measured, as JSON: by contender and concurrency, one entry a round, in the order of the rounds."""
+
+    about: dict[str, Any]
+    rounds: dict[str, dict[str, list[dict[str, Any]]]] = field(default_factory=dict)
+    path: Path | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> Book:
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+    def enter(self, name: str, concurrency: int, entry: dict[str, Any]) -> None:
+        self.rounds.setdefault(name, {}).setdefault(str(concurrency), []).append(entry)
+
+    def of(self, name: str, concurrency: int) -> list[dict[str, Any]]:
+        return self.rounds.get(name, {}).get(str(concurrency), [])
+
+    def write(self) -> None:
+        """The whole file anew, complete or not at all."""
+        if self.path is not None:
+            write(self.path, json.dumps({"about": self.about, "rounds": self.rounds}) + "\n")
+
 
 def interleave(contenders: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Calls every contender once a round, each round beginning with another one, so that drift hits all alike."""
-    names = list(contenders)
-    results: dict[str, list[float]] = {name: [] for name in names}
+    """Calls every contender once a round, in turn."""
+    results: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        for name in turned(list(contenders), turn):
             results[name].append(contenders[name]())
         print(f"  round {turn + 1} of {rounds}", end="\r", flush=True)
     print(" " * 40, end="\r")

@@ -34,6 +34,8 @@ import httpx
 import numpy as np
 from servers import ServerProcess
 
+from eyas.bench.benchmark import write
+
 HERE = Path(__file__).resolve().parent
 KEY = "soak"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -518,9 +520,7 @@ def main() -> None:
         limit=args.limit,
     )
     if args.out:
-        draft = args.out.with_name(f".{args.out.name}.part")
-        draft.write_text(json.dumps(vars(report)) + "\n", encoding="utf-8")
-        draft.replace(args.out)
+        write(args.out, json.dumps(vars(report)) + "\n")
     show(report)
     sys.exit(1 if report.problems else 0)
 

@@ -12,58 +12,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from peers.training_protocol import Task
-from side_by_side import provenance, show_medians, show_ratio
+from side_by_side import provenance, show_medians, show_ratio, turned
+from workers import Worker, WorkerError
+
+from eyas.bench.benchmark import write
 
 HERE = Path(__file__).resolve().parent
 EYAS, PLAIN, SPECULATORS = "Eyas", "plain loop", "speculators"
 BAR = 1.3  # of Eyas's tokens a second over a peer's
-
-
-class Peer:
-    """A worker process. It is stopped but for its turns."""
-
-    def __init__(self, name: str, command: Sequence[str], threads: int):
-        self.name = name
-        self.log = Path(tempfile.mkstemp(prefix="eyas-training-", suffix=".log")[1])
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
-            )
-        self.about: dict[str, Any] = self._hear()["ready"]
-        self.process.send_signal(signal.SIGSTOP)
-
-    def round(self, updates: Sequence[int]) -> dict[str, Any]:
-        """Seconds, loss and peak memory in bytes. Ends the benchmark where the worker cannot."""
-        self.process.send_signal(signal.SIGCONT)
-        print(json.dumps({"updates": list(updates)}), file=self.process.stdin, flush=True)
-        result = self._hear()
-        self.process.send_signal(signal.SIGSTOP)
-        if "error" in result:
-            raise SystemExit(f"{self.name}: {result['error']} ({self.log})")
-        return result
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def _hear(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"{self.name} has ended: see {self.log}")
-        return json.loads(line)
 
 
 def make_task(args: argparse.Namespace, target: Path) -> Task:
@@ -108,17 +72,18 @@ def commands(args: argparse.Namespace, file: Path) -> dict[str, list[str]]:
     }
 
 
-def measure(peers: dict[str, Peer], task: Task, args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    names, results = list(peers), {name: list[dict[str, Any]]() for name in peers}
+def measure(peers: dict[str, Worker], task: Task, args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Seconds, loss, peak memory in bytes and speed of each round. Raises WorkerError."""
+    results = {name: list[dict[str, Any]]() for name in peers}
     for turn in range(args.warm_ups + args.rounds):
         updates = range(turn * args.updates, (turn + 1) * args.updates)
         tokens = sum(len(ids) for number in updates for ids, _ in task.batches[number])
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            found = peers[name].round(updates)
+        for name in turned(list(peers), turn):
+            found = peers[name].tell({"updates": list(updates)})
             if turn >= args.warm_ups:
                 results[name].append(found | {"tokens_per_second": tokens / found["seconds"]})
         if args.out:
-            args.out.write_text(json.dumps(results, indent=1), encoding="utf-8")
+            write(args.out, json.dumps(results, indent=1))
         print(f"  round {turn + 1} of {args.warm_ups + args.rounds}", end="\r", file=sys.stderr, flush=True)
     return results
 
@@ -156,7 +121,8 @@ def main() -> None:
 
     from eyas.target.smollm2 import smollm2_folder
 
-    task, peers = make_task(args, smollm2_folder()), dict[str, Peer]()
+    task, peers = make_task(args, smollm2_folder()), dict[str, Worker]()
+    environment = {"OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false"}
     print(provenance())
     print(
         f"updates on about {args.batch_tokens} tokens, {args.unroll} unroll steps, draft vocabulary "
@@ -167,9 +133,11 @@ def main() -> None:
         file.write_text(json.dumps(asdict(task)), encoding="utf-8")
         try:
             for name, command in commands(args, file).items():
-                peers[name] = Peer(name, command, args.threads)
+                peers[name] = Worker(name, command, environment)
                 print(f"{name}: {', '.join(f'{key} {value}' for key, value in peers[name].about.items())}")
             show(measure(peers, task, args))
+        except WorkerError as error:
+            raise SystemExit(str(error)) from error
         finally:
             for peer in peers.values():
                 peer.end()

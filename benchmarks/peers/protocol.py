@@ -58,7 +58,17 @@ class Clock:
 
 
 def serve(load: Callable[[], tuple[Round, dict[str, Any]]]) -> None:
-    """Runs a worker: ``load`` gives its round, and what is to be told of it.
+    """Runs a worker: ``load`` gives its round, and what is to be told of it."""
+
+    def loaded() -> tuple[Callable[[Any], dict[str, Any]], dict[str, Any]]:
+        run, about = load()
+        return lambda order: asdict(run(order["prompts"], order["tokens"], order["warm_up"])), about
+
+    listen(loaded)
+
+
+def listen(load: Callable[[], tuple[Callable[[Any], dict[str, Any]], dict[str, Any]]]) -> None:
+    """The same for orders of any kind: ``load`` gives what answers one.
 
     Whatever a library prints on the way goes to stderr, so that stdout carries the protocol alone.
     """
@@ -71,9 +81,8 @@ def serve(load: Callable[[], tuple[Round, dict[str, Any]]]) -> None:
     run, about = load()
     say({"ready": about})
     for line in sys.stdin:
-        order = json.loads(line)
         try:
-            say(asdict(run(order["prompts"], order["tokens"], order["warm_up"])))
+            say(run(json.loads(line)))
         except Exception as error:
             traceback.print_exc()
             say({"error": f"{type(error).__name__}: {error}"})

@@ -2,41 +2,34 @@
 
     vllm_load.py
 
-Writes ``{"ready": versions}``, then takes a JSON list a line, the arguments behind ``vllm bench serve``, and answers
-each with ``{"done": null}`` or ``{"error": "..."}``. Results go where the arguments say. End of input ends it.
+A worker as ``protocol.listen`` has it. Its orders are JSON lists, the arguments behind ``vllm bench serve``; each is
+answered with ``{"done": null}``. Results go where the arguments say.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import traceback
+from collections.abc import Callable
+from typing import Any
 
-answers = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # what vLLM prints is not for whoever listens
-
-from vllm import __version__  # noqa: E402
-from vllm.benchmarks.serve import add_cli_args, main  # noqa: E402
-from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
+from protocol import listen
 
 
-def say(message: dict[str, object]) -> None:
-    print(json.dumps(message), file=answers, flush=True)
+def load() -> tuple[Callable[[list[str]], dict[str, Any]], dict[str, str]]:
+    from vllm import __version__
+    from vllm.benchmarks.serve import add_cli_args, main
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    def run(arguments: list[str]) -> dict[str, Any]:
+        parser = FlexibleArgumentParser()
+        add_cli_args(parser)
+        try:
+            main(parser.parse_args(arguments))
+        except SystemExit as left:
+            raise RuntimeError(f"it left with status {left.code}") from left
+        return {"done": None}
 
-def run(arguments: list[str]) -> None:
-    parser = FlexibleArgumentParser()
-    add_cli_args(parser)
-    main(parser.parse_args(arguments))
+    return run, {"vllm": __version__}
 
 
 if __name__ == "__main__":
-    say({"ready": {"vllm": __version__}})
-    for line in sys.stdin:
-        try:
-            run(json.loads(line))
-            say({"done": None})
-        except (Exception, SystemExit) as error:
-            traceback.print_exc()
-            say({"error": f"{type(error).__name__}: {error}"})
+    listen(load)

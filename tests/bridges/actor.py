@@ -206,6 +206,9 @@ ACTS = {
     "answers": lambda: (Health.answered.wait(99), time.sleep(1)),  # so that it was heard
     "interrupts": lambda: os.kill(os.getppid(), signal.SIGINT),
     "mutters": lambda: say("EngineCore encountered a fatal error."),  # so it says, and works all the same
+    "warns": lambda: say(
+        "Traceback (most recent call last):\n  File \"x.py\"\nModuleNotFoundError: No module named 'y'"
+    ),
     "briefly": lambda: leave(0, 1.0),
     "badly": lambda: leave(3),
 }

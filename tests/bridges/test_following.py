@@ -153,6 +153,13 @@ def test_dead_while_serving(server):
     assert seconds_of(events) and ended.was_ready and ended.failed and ended.code == 7
 
 
+def test_what_it_showed_before_it_served_is_not_why_it_ends(server):
+    _, ended = run(server("warns listens ready answers badly"))
+    assert ended.was_ready and ended.failed and ended.traceback == ""
+    _, ended = run(server("warns badly"))
+    assert ended.traceback.endswith("ModuleNotFoundError: No module named 'y'")
+
+
 def test_a_prompt_in_the_log_kills_nothing(server):
     made = server("ready")
     text = "(APIServer pid=1) INFO 11-30 08:13:05 [logger.py:1] Received request: 'EngineCore failed to start.'"

@@ -252,6 +252,13 @@ def test_an_architecture_of_another_engine(small):
         small.write().plan({**WRAPPED, "architectures": ["NovaForCausalLM"]})
 
 
+def test_a_wrapper_that_cannot_be_parsed(small):
+    small.write(wrapper=WRAPPER.replace("EntryClass = [", "EntryClass = [("))
+    line = small.file.read_text().splitlines().index("EntryClass = [(WrapperForConditionalGeneration]") + 1
+    with pytest.raises(EyasError, match=rf"{MODULE} cannot be parsed: .*, line {line}$"):
+        small.plan()
+
+
 def test_a_miniature_of_vllm(small):
     write(small.root, VLLM)
     (edit,) = small.plan({**WRAPPED, "architectures": ["SilentForConditionalGeneration"]}, "vllm")
@@ -373,6 +380,36 @@ def test_a_crash_in_between_leaves_nothing(small, monkeypatch, step):
     monkeypatch.setattr(patch, "_write", failing)
     with pytest.raises(OSError, match="no space"):
         patch.apply(edits)
+    assert contents(small.root) == before
+
+
+@pytest.mark.parametrize("step", range(6))
+def test_killed_in_between(small, monkeypatch, step):
+    """Before whichever write: what is patched is restored, and nothing stays beside it."""
+    before = contents(small.write(LATE).root)
+    edits, count = small.plan(), iter(range(100))
+    with monkeypatch.context() as killed:
+        writing = patch._write
+        killed.setattr(patch, "_write", lambda *args: sys.exit() if next(count) == step else writing(*args))
+        killed.setattr(patch, "_restore", lambda *args: None)  # nobody is left to do it
+        with pytest.raises(SystemExit):
+            patch.apply(edits)
+    assert contents(small.root) != before or step == 0
+    patch.drop_stale(small.source())
+    small.revert()
+    assert contents(small.root) == before
+
+
+def test_killed_while_it_is_restored(small, monkeypatch):
+    before = contents(small.write(LATE).root)
+    small.patch()
+    with monkeypatch.context() as killed:
+        unlink, count = Path.unlink, iter(range(100))
+        killed.setattr(Path, "unlink", lambda *a, **k: sys.exit() if next(count) == 1 else unlink(*a, **k))
+        with pytest.raises(SystemExit):
+            small.revert()
+    patch.drop_stale(small.source())
+    small.revert()
     assert contents(small.root) == before
 
 

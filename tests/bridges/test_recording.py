@@ -1,6 +1,6 @@
 """An engine started for one traced answer: what is asked of it, what it leaves, and every way of not answering.
 
-It is a miniature one, in whose entry point a server stands that writes what the plugin would.
+It is a miniature one, in whose entry point a server stands (launching.SERVER).
 """
 
 from __future__ import annotations
@@ -12,62 +12,17 @@ from typing import Any
 import psutil
 import pytest
 from bridges import pairs
-from bridges.launching import ENTRY, engine
+from bridges.launching import CALLS, REPLY, SERVER, engine
 
 from eyas.bridges import holders, recording
 from eyas.bridges.launch import Asked
 from eyas.bridges.recording import record
 from eyas.core import EyasError
 
-SERVER = """
-import http.server, json, os, stat, sys
-from pathlib import Path
-
-HERE = Path(os.environ["HERE"])
-
-
-class Engine(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        folder = Path(os.environ["EYAS_PLUGIN_TRACE"])
-        mode = stat.S_IMODE(folder.stat().st_mode)
-        said = {"asked": asked, "mode": mode, "pid": os.getpid(), "key": self.headers["Authorization"]}
-        (HERE / "said").write_text(json.dumps(said))
-        (folder / f"{os.getpid()}.jsonl").write_text((HERE / "lines").read_text())
-        status, reply = json.loads((HERE / "reply").read_text())
-        if status == 0:
-            os._exit(7)
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(json.dumps(reply).encode())
-
-    def log_message(self, *_):
-        pass
-
-
-server = http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Engine)
-print("The server is fired up and ready to roll!", flush=True)
-server.serve_forever()
-"""
-STATE = [1.0, *[0.25] * 16]
-CALLS = [
-    {"call": "drafter", "engine": "sglang", "class": "LlamaForCausalLMEagle3", "dtype": "bfloat16", "config": {}},
-    {"call": "fuse", "states": [[STATE] * 3] * 2},
-    {"call": "forward", "tokens": [6, 7], "positions": [0, 1], **dict.fromkeys(("entering", "embedding"), [STATE] * 2)},
-    {"call": "logits", "top": [[[8, 2.0], [9, 1.0]]], "normed": [STATE]},
-]
-CALLS[2]["normed"] = [[2.0, *[0.5] * 16], STATE]
-REPLY = {"output_ids": [7, 8, 9]}
-
 
 @pytest.fixture
 def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    folder = engine(tmp_path / "engine", "sglang")
-    (folder / f"{ENTRY['sglang'].replace('__', '/')}.py").write_text(SERVER)
+    folder = engine(tmp_path / "engine", "sglang", SERVER)
     for name, value in (("PYTHONPATH", folder), ("HERE", tmp_path), ("EYAS_CACHE", tmp_path / "cache")):
         monkeypatch.setenv(name, str(value))
     monkeypatch.delenv("EYAS_PLUGIN", raising=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from eyas.bridges.check import check
 from eyas.bridges.code.source import open_engine
 from eyas.bridges.matrix import matrix
 from eyas.bridges.report import Problem, Report
+from eyas.core import EyasError
 
 RUNNER = "sglang/srt/model_executor/model_runner.py"
 WORKER = "sglang/srt/speculative/eagle_worker.py"
@@ -177,6 +179,20 @@ def test_a_list_of_classes_and_an_unknown_one(ask):
 def test_a_model_that_cannot_be_parsed_is_not_registered(ask):
     report = ask({**SGLANG, "sglang/srt/models/odd.py": "EntryClass = [ (:\n"})
     assert report.fits
+
+
+@pytest.mark.parametrize(
+    ("whole", "broken"),
+    [("class LlamaForCausalLM(nn.Module):", "class LlamaForCausalLM(:"), ("EntryClass = Llama", "EntryClass = [Llama")],
+)
+def test_the_target_s_own_module_cannot_be_parsed(ask, tmp_path, whole, broken):
+    """Neither its class nor what it registers: the file is named, not the architecture that SGLang then lacks."""
+    with pytest.raises(EyasError) as found:
+        ask(edited(SGLANG, LLAMA, whole, broken))
+    lines = (tmp_path / "engine" / LLAMA).read_text().splitlines()
+    (number,) = [n for n, line in enumerate(lines, 1) if line.startswith(broken)]
+    said = re.fullmatch(rf"sglang 0\.7\.1: {LLAMA} cannot be parsed: .+, line (\d+)", str(found.value))
+    assert said and int(said[1]) == number
 
 
 # Layers

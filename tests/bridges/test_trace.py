@@ -192,6 +192,21 @@ def test_accepted_tokens_are_followed(plugin, tmp_path):
     assert found.fault is None and found.off["cache"] < 0.001
 
 
+def test_an_answer_that_ends_within_an_accepted_run(plugin, tmp_path):
+    """More was accepted than asked for, and the engine drafts on from behind it: from which slot is not known."""
+    model = taught(KINDS[0]).model
+    prompt, answer = Engine(model).record(plugin, 12)
+    (file,) = (tmp_path / "calls").glob("*.jsonl")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    rounds = [step for step in read(lines, prompt, answer).steps if step.depth == 0]
+    number = next(n for n, step in enumerate(rounds[1:-1], 1) if len(step.rows) > 2)
+    place, behind = rounds[number].place, [i for i, line in enumerate(lines) if line["call"] == "fuse"][number + 1]
+    trace = read(lines[:behind], prompt, answer[: place + 2 - len(prompt)])
+    assert examine(target_of(NAME), model, trace).fault is None
+    last = trace.steps[-1]
+    assert (last.place, last.depth, len(last.rows)) == (place, 0, 1)
+
+
 @pytest.mark.parametrize("noise", [0.004, 0.01])
 def test_rounding_is_no_fault(plugin, tmp_path, noise):
     """bfloat16 rounds by up to 0.4%, and what it comes to after all layers is more."""

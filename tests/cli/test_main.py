@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
@@ -67,6 +68,19 @@ def test_debug_shows_the_traceback(eyas, broken, args):
     ran = eyas(*args)
     assert ran.code == 1
     assert "Traceback" in ran.err and "in raising" not in ran.err and "error: internal error" in ran.err
+
+
+@pytest.mark.parametrize("args", [["check", "~nosuchuser/x"], ["run", "~nosuchuser/x", "hello"]])
+def test_a_home_that_there_is_not(eyas, args):
+    eyas(*args).failed(2, "~nosuchuser/x: no home folder is known for it; write the path out, or set HOME")
+
+
+def test_nobody_s_home(eyas, monkeypatch):
+    """A container under a user that no one has entered."""
+    for name in ("HOME", "EYAS_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
+    eyas("run", "smollm2", "hello").failed(2, "~: no home folder is known for it")
 
 
 def test_errors_of_the_system_are_no_internal_errors(eyas, broken):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from bridges.launching import CALLS, REPLY, SERVER, engine
 from cli import tiny
 from engine.harness import truth
 from safetensors.numpy import load_file, save_file
 from training.taught import LENGTHS, NAME, taught
 
+from eyas.bridges import holders
 from eyas.drafter import storage
 from eyas.drafter.checkpoint import Checkpoint
 from eyas.drafter.dialects import read
@@ -179,6 +182,35 @@ def test_what_a_person_sees(eyas, plain, asked, tmp_path):
 def test_built_in_prompts(eyas, target, drafter):
     ran = eyas("probe", target, drafter, "--limit", 1, "--max-tokens", 4, "--json")
     assert ran.code in (0, 1) and readings(ran)["as read"]["emitted"] == 3 * 3
+
+
+def test_an_engine_s_trace(eyas, target, drafter, tmp_path, monkeypatch):
+    """Of an engine in miniature, which feeds its drafter the first tokens that come to mind."""
+    (tmp_path / "lines").write_text("".join(json.dumps(call) + "\n" for call in CALLS))
+    (tmp_path / "reply").write_text(json.dumps([200, REPLY]))
+    folder = engine(tmp_path / "engine", "sglang", SERVER)
+    for name, value in (("PYTHONPATH", folder), ("HERE", tmp_path), ("EYAS_CACHE", tmp_path / "cache")):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(holders, "_SMI", "no-nvidia-smi")
+    source = edited(shutil.copytree(drafter, tmp_path / "d"), eagle_config={IDS: [0, 1, 2]})
+    asked = ("--limit", 1, "--max-tokens", 4, "--engine", "sglang")
+    ran = eyas("probe", target, drafter, *asked, "--json")
+    assert ran.code == 1 and ran.records[-1]["kind"] == "verdict" and "--no-check" not in ran.err
+    assert "sglang 0.7.1 cannot be traced with this pair: models/llama.py" in ran.err
+    assert "entry id 4 is never entered by a target of 4 layers" in ran.err and "\nfix: " in ran.err
+    ran = eyas("probe", target, source, *asked, "--json")
+    assert ran.code == 1, ran.err
+    fed = json.loads((tmp_path / "said").read_text())["asked"]["input_ids"]
+    trace = ran.records[-1]
+    assert (trace["kind"], trace["steps"], trace["dtype"]) == ("trace", 1, "bfloat16")
+    assert trace["drafter"]["class"] == "LlamaForCausalLMEagle3"
+    fault = trace["fault"]
+    assert (fault["stage"], fault["place"], fault["depth"]) == ("tokens", 0, 0)
+    assert f"token {CALLS[2]['tokens'][0]} in place of {fed[1]}" in fault["text"] and "sglang" in fault["fix"]
+    ran = eyas("probe", target, source, *asked)
+    shown = " ".join(ran.out.split())
+    assert ran.code == 1 and "Trace of sglang: 1 forward of LlamaForCausalLMEagle3, bfloat16" in shown
+    assert f"found: tokens: {fault['text']} (first seen at slot 0) fix: {fault['fix']}" in shown
 
 
 @pytest.mark.parametrize(

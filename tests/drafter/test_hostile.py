@@ -34,8 +34,14 @@ def entry(first: object, last: object, shape: list | None = None) -> dict:
         {"a": entry(0.0, 8.0)},
         {"a": entry(0, 8, [2.0]), "b": entry(8, 16)},
         {"a": 5},
+        {"a": entry(0, 16, [4]), "d2t": entry(16, 16, [0, 10**25])},
+        {"a": entry(0, 16, [4]), "d2t": entry(16, 16, [2**40, 0, 2**40])},
+        {"a": entry(0, 16, [4]), "d2t": entry(16, 16, [0] * 100)},
     ],
-    ids=["overlap", "twice the same", "hole", "fractions", "fractional shape", "no entry"],
+    ids=[
+        *("overlap", "twice the same", "hole", "fractions", "fractional shape", "no entry"),
+        *("endless beside nothing", "endless in all", "endless shape"),
+    ],
 )
 def test_headers_that_lie_about_their_values(tmp_path: Path, header: dict) -> None:
     with pytest.raises(CheckpointError, match="fetch it again"):

@@ -188,7 +188,7 @@ BUGS: dict[str, tuple[Any, str, str, str]] = {
     "each level over the last": (Eagle3Drafter, "_tree", "(depth - 1) * count", "0 * count"),
     "states and what the head reads": (Eagle3Drafter, "_tree", "hidden, normed = model", "normed, hidden = model"),
     "noise of the same index": (Eagle3Drafter, "_expanded", "rows, depth, token_ids", "rows, 0, token_ids"),
-    "history without the path": (Eagle3Drafter, "_expanded", "builder.paths() if _any_history(rows) else None", "None"),
+    "history without the path": (Eagle3Drafter, "_expanded", "paths=paths", "paths=None"),
     "the state's own embedding": (Eagle3Drafter, "extend", "embed(true.tokens)", "embed(true.tokens.roll(1, 1))"),
     "true places shifted": (eagle3, "follow", "rotations(places)", "rotations(places + 1)"),
     "the oldest state as tip": (eagle3, "follow", "(counts - 1).clamp(min=0)", "(0 * counts)"),

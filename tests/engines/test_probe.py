@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -20,22 +19,8 @@ from eyas.drafter.shipped import shipped_drafter
 
 pytestmark = [pytest.mark.engines, pytest.mark.real, pytest.mark.timeout(1800)]
 
-QUICK = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 FLAGS = ("--max-model-len", "1024", "--dtype", "float32")
 IDS = "eagle_aux_hidden_state_layer_ids"
-
-
-@pytest.fixture(scope="session")
-def python() -> str:
-    named = os.environ.get("EYAS_VLLM_PYTHON")
-    if not named:
-        pytest.skip("NOT TESTED IN THE REAL vLLM: EYAS_VLLM_PYTHON names no environment; `make peers` makes one")
-    return named
 
 
 @pytest.fixture
@@ -57,12 +42,12 @@ def changed(good: Path, edit: Callable[[dict[str, Any]], None]) -> Path:
     return bad
 
 
-def probe(python: str, drafter: Path, *arguments: object) -> tuple[int, list[dict[str, Any]]]:
+def probe(python: Path, drafter: Path, *arguments: object) -> tuple[int, list[dict[str, Any]]]:
     command = [sys.executable, "-m", "eyas", "probe", "smollm2", str(drafter), "--engine", "vllm", "--engine-python"]
-    command += [python, "--dtype", "float32", "--json", *map(str, arguments)]
+    command += [str(python), "--dtype", "float32", "--json", *map(str, arguments)]
     if "--limit" not in arguments:
         command += ["--limit", "4", "--max-tokens", "24"]
-    ran = subprocess.run([*command, "--", *FLAGS], env={**os.environ, **QUICK}, capture_output=True, text=True)
+    ran = subprocess.run([*command, "--", *FLAGS], capture_output=True, text=True)
     records = [json.loads(line) for line in ran.stdout.splitlines()]
     assert records and records[-1]["kind"] == "trace", ran.stderr[-4000:]
     return ran.returncode, records

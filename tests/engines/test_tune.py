@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,6 @@ from eyas.core import DraftShape, SamplingParams
 from eyas.drafter.shipped import shipped_drafter
 
 pytestmark = [pytest.mark.engines, pytest.mark.real, pytest.mark.timeout(3600)]
-QUICK = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 FLAGS = ("--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "8", "--served-model-name", "m")
 TOKENS, PROMPTS, NOISE = 24, 4, 0.25
 # `vllm bench serve` without the command line that vllm-cpu does not start, and without pandas, which reads its prompts.
@@ -49,15 +42,6 @@ parser = FlexibleArgumentParser()
 serve.add_cli_args(parser)
 serve.main(parser.parse_args())
 """
-
-
-@pytest.fixture
-def python(monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name, value in QUICK.items():
-        monkeypatch.setenv(name, value)
-    if not (named := os.environ.get("EYAS_VLLM_PYTHON")):
-        pytest.skip("NOT TESTED IN THE REAL vLLM: EYAS_VLLM_PYTHON names no environment; `make peers` makes one")
-    return Path(named)
 
 
 def vllm_bench_serve(python: Path, url: str, target: Path, folder: Path) -> dict[str, Any]:

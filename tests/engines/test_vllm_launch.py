@@ -46,23 +46,9 @@ from eyas.drafter.verifier import Verifier
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 
 START = 1200  # seconds that a server has to be ready: a minute, unless the machine is busy
-QUICK = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 EAGER = ("--enforce-eager", "--dtype", "float32", "--host", "127.0.0.1")
 DRAFT, TOKENS = 3, 88  # at an acceptance length of 1.9 that is 6,000 drafts on the 132 prompts held out
 TWO_POINTS = 0.02
-
-
-@pytest.fixture(scope="session")
-def python() -> Path:
-    named = os.environ.get("EYAS_VLLM_PYTHON")
-    if not named:
-        pytest.skip("NOT TESTED IN THE REAL vLLM: EYAS_VLLM_PYTHON names no environment; `make peers` makes one")
-    return Path(named)
 
 
 class Launched:
@@ -72,7 +58,7 @@ class Launched:
         self.log = log
         command = [sys.executable, "-m", "eyas", "launch", "--engine", "vllm", str(target), "--drafter", str(drafter)]
         command += ["--engine-python", str(python), "--json", "--log", str(log), *arguments]
-        environment = {**os.environ, **QUICK, "EYAS_CACHE": str(cache)}
+        environment = {**os.environ, "EYAS_CACHE": str(cache)}
         self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         self.events: list[dict[str, Any]] = []
         self.family: set[psutil.Process] = set()  # whatever was ever seen below it
@@ -167,8 +153,7 @@ def plain(python: Path, target: Path, *arguments: str) -> Iterator[str]:
     """vLLM without speculation, at the address that it yields."""
     address = Address("127.0.0.1", free_port())
     command = [str(python), "-m", *vllm.program(target, named=False), "--port", str(address.port)]
-    environment = {**os.environ, **QUICK}
-    with Server([*command, *arguments], environment, vllm.signs({}, {}), address) as server:
+    with Server([*command, *arguments], {**os.environ}, vllm.signs({}, {}), address) as server:
         for event in server.events():
             assert not isinstance(event, Ended), event
             if isinstance(event, Ready):

@@ -20,6 +20,17 @@ PLUGINS = "sglang.srt.plugins"
 
 
 def main(drafter: str, target: str, module: str, cls: str) -> dict[str, Any]:
+    arguments, recent = begin(drafter, target)
+    run = as_the_recent_runner if recent else as_the_older_runner
+    before = run(as_imported(arguments, module, cls))
+    try:
+        return {"before": before, "after": run(construct(arguments))}
+    except Exception as error:
+        return {"before": before, "after": f"{type(error).__name__}: {error}"}
+
+
+def begin(drafter: str, target: str) -> tuple[Any, bool]:
+    """The server's arguments, and a process that may make models; whether it is a version with plugins."""
     from sglang.srt.server_args import ServerArgs
 
     arguments = ServerArgs(
@@ -44,12 +55,7 @@ def main(drafter: str, target: str, module: str, cls: str) -> dict[str, Any]:
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     (_begin_recent if recent else _begin_older)(arguments, address)
-    run = as_the_recent_runner if recent else as_the_older_runner
-    before = run(as_imported(arguments, module, cls))
-    try:
-        return {"before": before, "after": run(construct(arguments))}
-    except Exception as error:
-        return {"before": before, "after": f"{type(error).__name__}: {error}"}
+    return arguments, recent
 
 
 def as_imported(arguments: Any, module: str, cls: str) -> Any:

@@ -6,9 +6,7 @@ in_sglang_trace.py TARGET DRAFTER FOLDER: prints one JSON object. Attention and 
 from __future__ import annotations
 
 import json
-import socket
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,37 +33,8 @@ class Head(torch.nn.Module):
         return SimpleNamespace(next_token_logits=hidden[-1:] @ head.weight[:DRAFTED].T, hidden_states=aux[0])
 
 
-def begin(target: str, drafter: str) -> Any:
-    """The server's arguments, and a process that may make models: as in_sglang.py does it, on one rank."""
-    from sglang.srt.server_args import ServerArgs
-
-    arguments = ServerArgs(
-        model_path=target,
-        speculative_algorithm="EAGLE3",
-        speculative_draft_model_path=drafter,
-        speculative_num_steps=3,
-        speculative_eagle_topk=1,
-        speculative_num_draft_tokens=4,
-        device="cpu",
-        dtype="float32",
-        skip_tokenizer_init=True,
-        disable_cuda_graph=True,
-        attention_backend="torch_native",
-    )
-    recent = find_spec(in_sglang.PLUGINS) is not None
-    if recent:
-        from sglang.srt.plugins import load_plugins
-
-        load_plugins()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    (in_sglang._begin_recent if recent else in_sglang._begin_older)(arguments, address)
-    return arguments
-
-
 def main(target: str, drafter: str, folder: str) -> dict[str, Any]:
-    arguments = begin(target, drafter)
+    arguments, _ = in_sglang.begin(drafter, target)
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.models import registry  # noqa: F401  (where versions without plugins let the plugin in)
     from sglang.srt.models.llama_eagle3 import LlamaForCausalLMEagle3

@@ -26,6 +26,15 @@ def main(drafter: str, *cases: str) -> None:
 
 
 def said_of(target: str, drafter: str) -> dict[str, Any]:
+    config = engine_config(target, drafter)
+    try:
+        model = construct(config)
+    except Exception as error:
+        return {"construct": f"{type(error).__name__}: {error}"}
+    return {"construct": "", **as_the_runners(config, model), **as_the_proposer(model)}
+
+
+def engine_config(target: str, drafter: str, **more: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     arguments = EngineArgs(  # runs the entry points, like every server
@@ -35,13 +44,9 @@ def said_of(target: str, drafter: str) -> dict[str, Any]:
         dtype="float32",
         max_model_len=64,
         speculative_config={"method": "eagle3", "model": drafter, "num_speculative_tokens": 2},
+        **more,
     )
-    config = arguments.create_engine_config()
-    try:
-        model = construct(config)
-    except Exception as error:
-        return {"construct": f"{type(error).__name__}: {error}"}
-    return {"construct": "", **as_the_runners(config, model), **as_the_proposer(model)}
+    return arguments.create_engine_config()
 
 
 def construct(config: Any) -> Any:

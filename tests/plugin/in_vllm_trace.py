@@ -27,21 +27,11 @@ class Attention(torch.nn.Module):
 
 def main(target: str, drafter: str, folder: str) -> dict[str, Any]:
     from vllm.config import set_current_vllm_config
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.forward_context import set_forward_context
     from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    arguments = EngineArgs(  # runs the entry points, like every server
-        model=target,
-        skip_tokenizer_init=True,
-        load_format="dummy",
-        dtype="float32",
-        max_model_len=64,
-        enforce_eager=True,
-        speculative_config={"method": "eagle3", "model": drafter, "num_speculative_tokens": 2},
-    )
-    config = arguments.create_engine_config()
+    config = in_vllm.engine_config(target, drafter, enforce_eager=True)
     in_vllm.construct(config)  # one rank, and the target, which the drafter's layers are counted behind
     with set_current_vllm_config(config), set_default_torch_dtype(torch.float32):
         model = initialize_model(vllm_config=config, model_config=config.speculative_config.draft_model_config)

@@ -74,13 +74,12 @@ class Benchmark:
         return replace(found, explained=await agreement.explain(self.sides["without"], pairs, prompts))
 
     def _settings(self, facts: Mapping[Name, Facts]) -> dict[str, Any]:
-        """What a run that is resumed must have in common with its beginning: there may be more rounds."""
-        plan = {name: value for name, value in self.plan.as_record().items() if name != "rounds"}
+        """What a run that is resumed must have in common with its beginning."""
         sides = {f"{fact} {name} speculation": value for name in SIDES for fact, value in facts[name].lasting().items()}
         return {
             "prompts": f"{self.workload.source}: {', '.join(self.workload.prompts)}",
             "prompts_digest": self.workload.digest,
-            **plan,
+            **self.plan.lasting(),
             **sides,
         }
 

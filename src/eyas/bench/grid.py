@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -190,7 +191,7 @@ def single(speeds: Speeds, variant: Variant) -> Contender:
 
 @dataclass(frozen=True)
 class Use:
-    """``flags`` for the engine's command line, and ``files`` by name that they refer to."""
+    """``flags`` for the engine's command line, and ``files`` by name, which they may refer to."""
 
     flags: list[str] = field(default_factory=list)
     files: dict[str, Any] = field(default_factory=dict)
@@ -229,7 +230,8 @@ def for_vllm(
         return Use(notes=["draft nothing: launch it without --speculative-config"])
     else:
         config["num_speculative_tokens"] = one.num_steps
-    return Use(["--speculative-config", "speculative-config.json"], {"speculative-config.json": config}, notes)
+    # the flag takes JSON itself, not a file's name
+    return Use(["--speculative-config", json.dumps(config)], {"speculative-config.json": config}, notes)
 
 
 def for_sglang(drafter: str, at: Mapping[int, DraftShape | None], one: DraftShape | None, *, adaptive: bool) -> Use:

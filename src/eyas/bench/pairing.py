@@ -51,6 +51,10 @@ class Plan:
     def as_record(self) -> dict[str, Any]:
         return asdict(self)
 
+    def lasting(self) -> dict[str, Any]:
+        """What a run that is resumed must have in common with its beginning: there may be more rounds."""
+        return {name: value for name, value in self.as_record().items() if name != "rounds"}
+
 
 @dataclass(frozen=True)
 class Progress:

@@ -70,6 +70,13 @@ def _resolved(name: str) -> set[str]:
         return set()
 
 
+def free_port() -> int:
+    """One of 127.0.0.1 that nobody listens at now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @dataclass(frozen=True)
 class Gpu:
     index: str

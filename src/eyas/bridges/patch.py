@@ -1,8 +1,9 @@
 """What an engine lacks for a target, written into its installed source: for those who must have it there.
 
 Next to a changed file lie its original and a record of both, so that it can be restored byte for byte, and is not
-where somebody else has changed it since. Where none of what was added is left, as after an upgrade of the engine, there
-is nothing to restore, and the two are removed.
+where somebody else has changed it since. The record is written first and removed last: it finds the original. Where
+nothing that was added is in the file, as after an upgrade of the engine or a kill before it was written, there is
+nothing to restore, and the two are removed.
 """
 
 from __future__ import annotations
@@ -49,18 +50,18 @@ class Edit:
     @property
     def added(self) -> list[str]:
         """The passages that the patch adds, each as it stands in the file."""
-        before, after = (
-            text.decode("utf-8", "replace").splitlines(keepends=True) for text in (self.before, self.after)
-        )
+        before, after = _lines(self.before), _lines(self.after)
         blocks = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
         passages = ["".join(after[start:end]) for tag, _, _, start, end in blocks if tag in ("insert", "replace")]
         return [passage for passage in passages if passage.strip()]
 
     def diff(self) -> str:
-        before, after = (
-            content.decode("utf-8", "replace").splitlines(keepends=True) for content in (self.before, self.after)
-        )
-        return "".join(difflib.unified_diff(before, after, self.name, f"{self.name} (patched)"))
+        after = f"{self.name} (patched)"
+        return "".join(difflib.unified_diff(_lines(self.before), _lines(self.after), self.name, after))
+
+
+def _lines(content: bytes) -> list[str]:
+    return content.decode("utf-8", "replace").splitlines(keepends=True)
 
 
 def missing(source: EngineSource, target: Target) -> list[Change]:
@@ -105,7 +106,10 @@ def _edit(file: Path, name: str, changes: Sequence[Change]) -> Edit:
 
 
 def apply(edits: Sequence[Edit]) -> None:
-    """Writes all of them, each at once, its original first. Nothing stays changed where one cannot be written."""
+    """Writes all of them, each at once, behind its record and its original.
+
+    Nothing stays changed where one cannot be written.
+    """
     for edit in edits:
         if edit.file.read_bytes() != edit.before:
             raise EyasError(f"{edit.file} was changed while it was looked at; nothing was written")
@@ -115,8 +119,8 @@ def apply(edits: Sequence[Edit]) -> None:
             done.append(edit)
             hashes = {"before": _hash(edit.before), "after": _hash(edit.after)}
             said = {"file": edit.name, "what": edit.what, "sha256": hashes, "added": edit.added}
-            _write(edit.original, edit.before, edit.file)
             _write(edit.record, (json.dumps(said, indent=2) + "\n").encode(), edit.file)
+            _write(edit.original, edit.before, edit.file)
             _write(edit.file, edit.after, edit.file)
             _forget_bytecode(edit.file)
     except BaseException:
@@ -132,7 +136,7 @@ def patched_files(source: EngineSource) -> list[Path]:
 
 
 def drop_stale(source: EngineSource) -> list[Path]:
-    """Forgets the patches of files that an upgrade has replaced since, and says which these are."""
+    """Forgets the patches of files that hold nothing of them, and says which these are."""
     found = [file for file in patched_files(source) if _is_stale(file)]
     for file in found:
         _forget_patch(file)
@@ -196,7 +200,7 @@ def _restore(file: Path, content: bytes) -> None:
 
 
 def _forget_patch(file: Path) -> None:
-    for ending in (RECORD, ORIGINAL):
+    for ending in (ORIGINAL, RECORD):
         file.with_name(file.name + ending).unlink(missing_ok=True)
 
 

@@ -8,6 +8,7 @@ it, is the same in the end, but says so only after thousands of tokens: one laye
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import tempfile
@@ -208,11 +209,15 @@ def _gain(before: np.ndarray[Any, Any], after: np.ndarray[Any, Any], level: floa
     mean, answers = float(gains.sum() / count.sum()), len(count)
     if answers < 2:
         return -math.inf, math.inf
-    # his quantile, simulated: SciPy, which has it, does not belong to a plain install
-    times = np.quantile(abs(np.random.default_rng(0).standard_t(answers - 1, 1_000_000)), level)
     spread = ((gains - mean * count) / count.mean()).std(ddof=1)
-    reach = float(times * spread / math.sqrt(answers))
+    reach = float(_times(answers - 1, level) * spread / math.sqrt(answers))
     return mean - reach, mean + reach
+
+
+@functools.cache
+def _times(freedom: int, level: float) -> float:
+    """Student's quantile, simulated: SciPy, which has it, does not belong to a plain install."""
+    return float(np.quantile(abs(np.random.default_rng(0).standard_t(freedom, 1_000_000)), level))
 
 
 def _verdict(reading: Reading, measured: Sequence[Measured]) -> Verdict:

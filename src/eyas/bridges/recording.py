@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from typing import Any
 import httpx
 
 from eyas.bridges.following import Ended, Ready, Server, Stage
+from eyas.bridges.holders import free_port
 from eyas.bridges.launch import Asked, DoesNotFitError, Plan, check_free, explain, forget, plan, plugin_said, prepare
 from eyas.bridges.sglang import trace as sglang
 from eyas.bridges.trace import Trace, read
@@ -64,7 +64,7 @@ def _planned(asked: Asked, report: Report, note: Callable[[str], None]) -> Plan:
     """As eyas launch does it; but what only misbehaves silently is started all the same: it is what is looked for."""
     flags = _ENGINES[asked.engine].FLAGS
     if not any(part.partition("=")[0] == "--port" for part in asked.arguments):
-        flags = (*flags, "--port", str(_free_port()))
+        flags = (*flags, "--port", str(free_port()))
     if not any(part.partition("=")[0] == "--host" for part in asked.arguments):
         flags = (*flags, "--host", "127.0.0.1")
     asked = replace(asked, arguments=(*asked.arguments, *flags))
@@ -73,8 +73,9 @@ def _planned(asked: Asked, report: Report, note: Callable[[str], None]) -> Plan:
         check_free(found)
         return prepare(found, report)
     except DoesNotFitError as error:
-        if any(problem.severity == "fails" for problem in error.report.problems):
-            raise
+        if fatal := [problem for problem in error.report.problems if problem.severity == "fails"]:
+            said = "\n".join(f"{p.evidence}: {p.consequence}\nfix: {p.fix}" for p in fatal)
+            raise EyasError(f"{error.report.engine} cannot be traced with this pair: {said}") from error
         for problem in error.report.problems:
             if problem.severity == "silent":
                 note(f"eyas check says: {problem.evidence}")
@@ -156,9 +157,3 @@ class _Question(threading.Thread):
         why = explain(self._found, ended)
         shown = f"\n{ended.traceback}" if ended.traceback else ""
         raise EyasError(f"{label} failed after {ended.seconds:.1f} s: {why.what}\nfix: {why.fix}{shown}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

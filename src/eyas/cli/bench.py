@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from eyas.bench.sides import Side
     from eyas.bench.workload import Workload
     from eyas.bridges.launch import Asked
+    from eyas.engine.llm import LLM
 
 ENDPOINTS_AT, EMBEDDED_AT = "1,2,4,8,16,32,64", "1,2,4,8,16,32"
 TARGET = (
@@ -55,14 +56,21 @@ class ServerFlags:
         bool, _sides("--completions", help="Send text to /v1/completions: for targets without a chat template.")
     ] = False
 
-    def conflicts(self, target: str | None, drafter: str | None) -> list[tuple[object, str]]:
-        """For ``refuse``."""
+    def conflicts(
+        self, target: str | None, drafter: str | None, *, launches: bool, embedded: bool
+    ) -> list[tuple[object, str]]:
+        """For ``refuse``. ``launches``: TARGET runs in a server too; ``embedded``: flags were given for one in Eyas."""
         if target is not None:
             named = self.without or self.with_
-            return [(named, "TARGET is for an engine that is started here: it excludes servers.")]
+            return [
+                (named, "TARGET is for an engine that is started here: it excludes servers."),
+                (not launches and self != ServerFlags(), "--model and --completions are for servers."),
+            ]
+        own = "Flags for draft shape, engine and loading are for TARGET: servers were launched with theirs."
         return [
             (not (self.without and self.with_), "Name a TARGET, or two servers: --without URL and --with URL."),
             (drafter, "--drafter is for TARGET: servers have theirs."),
+            (embedded, own),
         ]
 
     def sides(self, sampling: SamplingParams, seeded: bool) -> Mapping[Name, Side]:
@@ -243,6 +251,7 @@ def bench(
     eyas bench --without http://a:8000 --with http://b:8000 --request-rate 2,8 --dataset chats.jsonl --format md
     """
     shows, launches = show or compare, launched.engine != "local"
+    embedded = (shape, engine, loading) != (ShapeFlags(), EngineFlags(), LoadingFlags())
     refuse(
         (form not in ("text", "md", "json"), f"--format is text, md or json, got {form!r}."),
         (shows and (target or servers != ServerFlags()), "--show and --compare measure nothing: name no sides."),
@@ -255,12 +264,7 @@ def bench(
 
         return finish(read(show), show, report, form)
     refuse(
-        *servers.conflicts(target, drafter),
-        (target and not launches and servers != ServerFlags(), "--model and --completions are for servers."),
-        (
-            target is None and (shape, engine, loading) != (ShapeFlags(), EngineFlags(), LoadingFlags()),
-            "Flags for draft shape, engine and loading are for TARGET: servers were launched with theirs.",
-        ),
+        *servers.conflicts(target, drafter, launches=launches, embedded=embedded),
         *launched.conflicts(target, context.args, engine, loading),
         (side_by_side is not None and not launches, "--side-by-side and --one-at-a-time are for --engine."),
         (concurrency and request_rate, "--concurrency and --request-rate exclude each other."),
@@ -303,10 +307,7 @@ def bench(
             seeded=seeded,
         )
     else:
-        from eyas.bench.sides import Embedded, EngineSide
-
-        pair = Embedded(loading.load(target, chosen, shape.shape(), engine, debug=debug), chosen)
-        sides = {"without": EngineSide("without", pair, sampling), "with": EngineSide("with", pair, sampling)}
+        sides = sides_of(loading.load(target, chosen, shape.shape(), engine, debug=debug), chosen, sampling)
     benchmark = Benchmark(
         sides,
         workload,
@@ -321,6 +322,14 @@ def bench(
 
 
 # What is asked for
+
+
+def sides_of(llm: LLM, drafter: str, sampling: SamplingParams) -> Mapping[Name, Side]:
+    """The engine of this process, drafting and not."""
+    from eyas.bench.sides import Embedded, EngineSide
+
+    pair = Embedded(llm, drafter)
+    return {"without": EngineSide("without", pair, sampling), "with": EngineSide("with", pair, sampling)}
 
 
 def check_installed() -> None:

@@ -15,6 +15,8 @@ from eyas.cli.console import INTERRUPTED, error_line
 from eyas.cli.options import Debug
 from eyas.core import EyasError
 
+_HOMELESS = "Could not determine home directory."  # pathlib's, wherever a path with ~ is followed
+
 app = typer.Typer(
     name="eyas",
     help="EAGLE-3 speculative decoding that works on the first try and says honestly whether it pays.",
@@ -70,6 +72,9 @@ def main(args: Sequence[str] | None = None) -> None:
     except (EyasError, OSError) as error:
         fail(str(error), error.exit_code if isinstance(error, EyasError) else 1, "--debug" in args)
     except Exception as error:
+        if str(error) == _HOMELESS:
+            named = next((arg for arg in args if "~" in arg), "~")
+            fail(f"{named}: no home folder is known for it; write the path out, or set HOME", 2, "--debug" in args)
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         fail(f"internal error: {what} (run again with --debug for the traceback)", 1, "--debug" in args)
 

@@ -95,12 +95,15 @@ def _patch(
 
 
 def _drop_stale(source: EngineSource) -> bool:
-    """Says which patches an upgrade of the engine has undone, and forgets them."""
+    """Says which patches are not in their files, as after an upgrade of the engine, and forgets them."""
     from eyas.bridges import patch as bridge
 
     dropped = bridge.drop_stale(source)
     for file in dropped:
-        notice(f"{file} is no longer the file that was patched, as after an upgrade: its patch is gone, and forgotten")
+        notice(
+            f"{file} holds nothing of its patch, as after an upgrade or where patching was interrupted: it stays as it "
+            "is, and the patch is forgotten"
+        )
     return bool(dropped)
 
 

@@ -99,13 +99,10 @@ def tune(
     check_installed()
     from eyas.bench.grid import variants
     from eyas.bench.pairing import Plan
-    from eyas.bench.provenance import no_secrets
-    from eyas.bench.sides import hashed
     from eyas.bench.tune import Search
 
     sampling, levels = load.sampling(), levels_of(concurrency, None)
-    shapes = tuple(grid_of(steps, widths, draft_tokens))
-    tried = tuple(variants(vary or (), vary_env or ()))
+    shapes, tried = tuple(grid_of(steps, widths, draft_tokens)), tuple(variants(vary or (), vary_env or ()))
     plan = Plan(levels, sampling, rounds, load.num_prompts, load.warmup)
     search = Search(shapes, tried, plan, finalists, engine == "local")
     chosen = choose_drafter(target, drafter, "with --drafter")
@@ -119,26 +116,43 @@ def tune(
         subject: Subject = Relaunched(asked, sampling, most_running(levels), folder / "engine.log")
     else:
         subject = in_process(target, chosen, sampling, shapes, most_running(levels), embedded, loading, debug)
-    settings = {
-        "target": target,
-        "drafter": hashed(chosen),
-        "engine": engine,
-        "engine_python": str(launched.engine_python),
-        "flags": no_secrets(context.args),
-        "loading": asdict(loading),
-        "embedded_engine": asdict(embedded),
-        "grid": [vars(shape) for shape in shapes],
-        "variants": list(map(str, tried)),
-        "finalists": finalists,
-        "prompts_digest": workload.digest,
-        **{name: value for name, value in plan.as_record().items() if name != "rounds"},
-    }
+    settings = settings_of(target, chosen, launched, context.args, embedded, loading, search, workload)
     found = run(subject, workload, search, settings, folder, resume)
     made: dict[str, Any] = {"kind": "eyas tune", "format": 1, "settings": settings, **found}
     write(made, folder)
     show(made, folder, as_json)
     if code := made["verdict"]["exit_code"]:
         raise typer.Exit(code)
+
+
+def settings_of(
+    target: str,
+    drafter: str,
+    launched: LaunchedFlags,
+    arguments: Sequence[str],
+    engine: EngineFlags,
+    loading: LoadingFlags,
+    search: Search,
+    workload: Workload,
+) -> dict[str, Any]:
+    """What a search that is resumed must have in common with its beginning."""
+    from eyas.bench.provenance import no_secrets
+    from eyas.bench.sides import hashed
+
+    return {
+        "target": target,
+        "drafter": hashed(drafter),
+        "engine": launched.engine,
+        "engine_python": str(launched.engine_python),
+        "flags": no_secrets(arguments),
+        "loading": asdict(loading),
+        "embedded_engine": asdict(engine),
+        "grid": [vars(shape) for shape in search.shapes],
+        "variants": list(map(str, search.variants)),
+        "finalists": search.keep,
+        "prompts_digest": workload.digest,
+        **search.plan.lasting(),
+    }
 
 
 def in_process(
@@ -209,10 +223,7 @@ def write(made: dict[str, Any], folder: Path) -> None:
     use = made["use"]
     for name, content in use["files"].items():
         write_whole(folder / name, json.dumps(content, indent=1) + "\n")
-    flags = [str(folder.resolve() / flag) if flag in use["files"] else flag for flag in use["flags"]]
-    if "--speculative-config" in flags:  # which is JSON itself, not a file's name
-        flags[flags.index("--speculative-config") + 1] = json.dumps(use["files"]["speculative-config.json"])
-    use["flags"] = flags
+    use["flags"] = [str(folder.resolve() / flag) if flag in use["files"] else flag for flag in use["flags"]]
     write_whole(folder / RESULTS, json.dumps(made, indent=1) + "\n")
 
 

@@ -29,6 +29,7 @@ _SPELLED = {  # torch's and numpy's names in those of safetensors
 }  # fmt: skip
 _NUMPY = {"BOOL": "?", "U8": "u1", "I32": "<i4", "I64": "<i8"}
 _MAX_HEADER = 100_000_000  # the limit of the safetensors format
+_MOST_SIZES, _MOST_VALUES = 32, 1 << 60  # numpy can count no more, not even beside a size of 0
 MAX_CONFIG = 10_000_000
 _NO_CONFIG = "a drafter needs its config.json beside the weights"
 _PIECE = 1 << 24  # bytes copied at a time
@@ -171,6 +172,8 @@ def read_header(file: Path) -> dict[str, Tensor]:
                     "fetch it again"
                 )
             tensor = Tensor(file, entry["dtype"], tuple(entry["shape"]), 8 + length + first)
+            if len(tensor.shape) > _MOST_SIZES or math.prod(filter(None, tensor.shape)) >= _MOST_VALUES:
+                raise TypeError(f"{name[:100]}: no tensor has the shape {str(entry['shape'])[:100]}")
             if first < 0 or last - first != tensor.nbytes or min(tensor.shape, default=0) < 0:
                 raise CheckpointError(
                     f"{file}: {name}: {tensor.dtype} {list(tensor.shape)} takes {tensor.nbytes} bytes, its header "

@@ -70,9 +70,15 @@ def _names(node: ast.expr | None) -> list[str]:
 
 
 def find_architecture(classes: Classes, name: str) -> list[ClassRef]:
-    """The registered class of an architecture."""
-    module = registry(classes.source, name).get(name) if name else None
-    return [m for m in classes.meanings(module, name) if isinstance(m, ClassRef)] if module else []
+    """The registered class of an architecture. Raises SourceError where a module that may have it cannot be parsed."""
+    if not name:
+        return []
+    source = classes.source
+    if module := registry(source, name).get(name):
+        return [m for m in classes.meanings(module, name) if isinstance(m, ClassRef)]
+    for module in source.containing([name], [MODELS])[name]:
+        source.tree(module)
+    return []
 
 
 def facts(classes: Classes) -> dict[str, Any]:
