@@ -17,6 +17,7 @@ from eyas.core import (
     StructuredOutputsParams,
     TargetError,
     UsageError,
+    one_line,
 )
 
 
@@ -163,3 +164,9 @@ def test_none_means_the_default():
 def test_drafts_of_absurd_size(shape):
     with pytest.raises(UsageError, match="at most"):
         DraftShape(*shape)
+
+
+def test_errors_of_others_fit_a_sentence():
+    assert one_line(ValueError("two\n  lines")) == "two lines"
+    assert one_line(ValueError()) == "ValueError"
+    assert one_line(OSError("x" * 900)) == "x" * 500 + " ..."

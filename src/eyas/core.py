@@ -19,6 +19,12 @@ class EyasError(Exception):
     exit_code = 1
 
 
+def one_line(error: BaseException) -> str:
+    """What another library's error says, for a sentence of ours; its kind where it says nothing."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 500 else f"{text[:500]} ..."
+
+
 class UsageError(EyasError):
     """The caller asked for something that cannot be: the CLI exits with 2."""
 

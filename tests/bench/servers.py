@@ -51,6 +51,7 @@ class Server:
     most_running: int = 0
     tokens: int = 0
     steps: int = 0
+    begun: int = 0  # requests that have got a token
     port: int = 0
     dead: bool = False
     uvicorn: Any = None
@@ -103,6 +104,7 @@ class Server:
         lines = [
             "# TYPE vllm:generation_tokens_total counter",
             f'vllm:generation_tokens_total{{model_name="m"}} {self.tokens}',
+            f'vllm:time_to_first_token_seconds_count{{model_name="m"}} {self.begun}',
         ]
         if self.burst > 1:
             counts = {
@@ -151,6 +153,7 @@ class Server:
                     raise RuntimeError("killed")
                 text = "".join(words[place : place + self.burst])
                 self.steps += place > 0
+                self.begun += place == 0
                 yield event({"delta": {"content": text}} if chat else {"text": text})
             self.tokens += len(words)
             yield event({"delta": {}, "finish_reason": "length"} if chat else {"text": "", "finish_reason": "length"})

@@ -84,6 +84,36 @@ def test_what_is_unknown_is_not_made_up():
     assert "unknown" in report.markdown(results)
 
 
+def test_where_the_time_of_a_step_goes(results):
+    made_so = {**results, "profile": json.loads(json.dumps(made.profile(LEVELS[::2])))}
+    text = report.html(made_so)
+    page = Page(text)
+    assert page.open == [] and page.tags.count("svg") == 2 + 2 + 2 * 3
+    for words in (
+        "concurrency 1, profiled",
+        "concurrency 16, profiled",
+        "5.56 ms (51.5%)",
+        "16.2 ms, of 10",
+        "Rank 0 of 8",
+    ):
+        assert words in text, words
+    assert "without speculation, all-reduce: 5.56 ms, 51.5%" in text and "mixture of experts" not in text
+    table = report.markdown(made_so)
+    assert "| 1 | all-reduce | 5.56 ms (51.5%) | 8.34 ms (51.5%) |" in table and "Means of steps that only" in table
+    assert "Where the time" not in report.markdown(results) and "Where the time" not in report.html(results)
+
+
+def test_where_the_time_of_a_step_goes_as_far_as_it_is_known(results):
+    """Steps that nobody counted have shares, and no time; a side without a profile has nothing."""
+    uncounted = {**results, "profile": made.profile(LEVELS[:1], steps=None)}
+    text = report.markdown(uncounted)
+    assert "| 1 | all-reduce | 51.5% | 51.5% |" in text and "| 1 | whole step | steps not counted |" in text
+    assert "without speculation, all-reduce: 51.5%<" in report.html(uncounted)
+    one = {**results, "profile": made.profile(LEVELS[:1], **{"with": None})}
+    assert "| 1 | all-reduce | 5.56 ms (51.5%) | - |" in report.markdown(one)
+    assert Page(report.html(one)).tags.count("svg") == 3 + 2 * 3
+
+
 def test_markdown_is_a_table_to_paste(results):
     text = report.markdown(results)
     lines = text.splitlines()

@@ -26,6 +26,7 @@ def browser() -> Iterator[Any]:
 def page_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     spent = {"draft": 0.7, "target": 2.1, "rest": 0.2, "steps": 100}
     results = made.results(made.pairs(LEVELS, [1.6, 1.3, 0.9], ("chat", "code"), spent=spent), 3600.0)
+    results["profile"] = made.profile(LEVELS[::2])
     file = tmp_path_factory.mktemp("report") / "report.html"
     file.write_text(report.html(json.loads(json.dumps(results))))
     return file.as_uri()
@@ -34,7 +35,9 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_it_can_be_read(page_file, browser, width):
     with opened(browser, page_file, width=width) as page:
-        assert page.locator("svg").count() == 3 + 2 * 3, "speedup, acceptance, steps; latencies at both ends"
+        assert page.locator("svg").count() == 3 + 2 + 2 * 3, (
+            "speedup, acceptance, steps; profiles and latencies at both ends"
+        )
         for scheme in SCHEMES:
             page.emulate_media(color_scheme=scheme)
             looks_right(page, "h1, h2, h3, p, strong, b, td, th, pre, mark, dt, dd, li")

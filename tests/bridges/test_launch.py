@@ -360,19 +360,6 @@ def test_a_wrapper_is_completed(ask, monkeypatch):
     assert not [name for name in ask(plugin=False).variables if name.startswith(("EYAS", "SGLANG", "PYTHONPATH"))]
 
 
-def test_a_wrapper_of_vllm_is_completed(ask):
-    """Where the plugin gives it SupportsEagle3, it names the image token too; who has that is not touched."""
-    target = {"text_config": pairs.TARGET, "image_token_id": 3}
-    found = ask(name="vllm", dialect="vllm", target={**target, "architectures": ["SilentForConditionalGeneration"]})
-    assert [p.plugin for p in found.supplied] == ["cures", "completes"]
-    assert (
-        "raises RuntimeError" in found.supplied[0].evidence and "reads image_token_index" in found.supplied[1].evidence
-    )
-    ready = {"text_config": pairs.TARGET, "image_token": 3, "architectures": ["ReadyForConditionalGeneration"]}
-    with pytest.raises(DoesNotFitError, match="1 problem "):
-        ask(name="vllm", dialect="vllm", target=ready)
-
-
 def test_the_plugin_is_found_where_it_is_put(ask, monkeypatch):
     found = prepare(ask())
     code = "from importlib.metadata import entry_points as e, version as v; print(*[p.load().__module__ for g in "

@@ -395,36 +395,6 @@ def test_parts_add_up() -> None:
     assert by_eyas(early).plus(Speculation("x", mean_length=2.0)).acceptance_length is None  # a mean has no weight
 
 
-def vllm_log(accepted: list[int], drafted: int | None = None) -> str:
-    steps, drafted = len(accepted), len(accepted) * K if drafted is None else drafted
-    rates = ", ".join(f"{sum(a > i for a in accepted) / steps:.3f}" for i in range(K))
-    return (
-        "(APIServer pid=1) INFO 03-01 12:00:00 [metrics.py:126] SpecDecoding metrics: "
-        f"Mean acceptance length: {1 + sum(accepted) / steps:.2f}, Accepted throughput: 5.00 tokens/s, "
-        f"Drafted throughput: 9.00 tokens/s, Accepted: {sum(accepted)} tokens, Drafted: {drafted} tokens, "
-        f"Per-position acceptance rate: {rates}, Avg Draft acceptance rate: {100 * sum(accepted) / drafted:.1f}%"
-    )
-
-
-def test_vllm_log() -> None:
-    runs = [chances(100 + i, i) for i in range(4)]
-    assert_same(vllm.from_log("noise\n" + "\n".join(map(vllm_log, runs))), by_eyas(flat(runs)))
-    many = vllm.from_log(vllm_log(chances(5000)))
-    assert many.steps == 5000
-    assert many.acceptance_rates is None  # three decimals do not tell counts of thousands
-    nan = "SpecDecoding metrics: Mean acceptance length: nan, Accepted: 0 tokens, Drafted: 0 tokens"
-    assert_same(vllm.from_log(vllm_log(runs[0]) + "\n" + nan), vllm.from_log(vllm_log(runs[0])))
-
-
-def test_vllm_log_with_short_drafts_is_an_estimate() -> None:
-    run = chances(200)
-    told = vllm.from_log(vllm_log(run, drafted=200 * K - 33))
-    assert told.steps is None
-    assert told.accepted == sum(run)
-    assert told.acceptance_length == pytest.approx(1 + sum(run) / 200, abs=0.006)
-    assert any("estimate" in note for note in told.notes)
-
-
 # Nothing is made up
 
 
@@ -483,11 +453,8 @@ def test_garbage_of_other_kinds() -> None:
     broken["speculative_decoding"]["acceptance_histogram"] = [5, 0, 0, 0]
     with pytest.raises(MetricsError, match="does not fit"):
         vllm.from_requests([broken])
-    for read in (sglang.from_log, vllm.from_log):
-        with pytest.raises(MetricsError, match="did not speculate"):
-            read("INFO: Application startup complete.")
-    with pytest.raises(MetricsError, match="expected acceptance length"):
-        vllm.from_log("SpecDecoding metrics: Mean acceptance length: 2.00")
+    with pytest.raises(MetricsError, match="did not speculate"):
+        sglang.from_log("INFO: Application startup complete.")
     position = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="first"} 1\n'
     with pytest.raises(MetricsError, match="expected a position"):
         vllm.from_prometheus(vllm_page({"0": [[1]]}) + position)

@@ -36,6 +36,8 @@ def test_a_source_tree(tree):
     assert source.module("sglang.srt.models.llama") == "sglang/srt/models/llama.py"
     assert source.module("sglang") == "sglang/__init__.py" and source.module("sglang.no.such") is None
     assert source.short("sglang/srt/models/llama.py") == "models/llama.py"
+    assert source.find("sglang/srt/models/llama.py") == source.text("sglang/srt/models/llama.py")
+    assert source.find("sglang/srt/models/none.py") is None
 
 
 @pytest.mark.parametrize("inside", ["python", "src", "lib/python3.11/site-packages"])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from bench import made
+from bench import made, profilers, served
 from bench.servers import Server, serving
+from bridges.launching import engine
 
 from eyas.bench.passes import Level
 
@@ -77,6 +79,33 @@ def test_the_embedded_engine(eyas, target, drafter, tmp_path):
     assert results["rows"][0]["acceptance"]["steps"] > 0 and results["rows"][0]["step"]["measured"]
 
 
+@pytest.mark.parametrize("knows", [True, False])
+def test_an_engine_is_profiled(eyas, target, drafter, tmp_path, monkeypatch, knows):
+    """When everything is measured and written; not at all where the engine could not be, which is said first."""
+    place = engine(tmp_path / "vllm", "vllm")
+    (place / "vllm/entrypoints/cli/main.py").write_text(Path(served.__file__).read_text())
+    if knows:
+        profilers.with_config(place)
+    tests = Path(__file__).parents[1]
+    more = {"ACT": "acted", "PYTHONPATH": f"{place}:{tests}", "EYAS_CACHE": tmp_path / "cache"}
+    for name, value in more.items():
+        monkeypatch.setenv(name, str(value))
+    flags = ("--engine", "vllm", "--no-check", "--share-gpus", "--side-by-side", "--profile", "--format", "md")
+    load = (*QUICK, "--concurrency", "1,8", "--rounds", 1)
+    ran = eyas("bench", target, "--drafter", drafter, *flags, *load, "--out", tmp_path / "r.json")
+    if not knows:
+        ran.failed(2, "has neither ProfilerConfig nor VLLM_TORCH_PROFILER_DIR: leave out --profile")
+        assert not (tmp_path / "r.json").exists()
+        return
+    assert ran.code == 3, ran.err
+    assert ran.err.index("round 1 of 1") < ran.err.index("profiling without speculation at concurrency 1")
+    results = json.loads((tmp_path / "r.json").read_text())
+    assert [entry["level"]["value"] for entry in results["profile"]] == [1, 8]
+    assert "| 8 | all-reduce | 0.515 ms (51.5%) | 0.515 ms (25.8%) |" in ran.out
+    ran = eyas("bench", "--show", tmp_path / "r.json", "--report")
+    assert ran.code == 3 and "0.515 ms (51.5%)" in ran.out and "0.515 ms (51.5%)" in (tmp_path / "r.html").read_text()
+
+
 def test_results_are_shown_again(eyas, tmp_path):
     file = saved(tmp_path / "r.json", [1.5, 1.2], tasks=("chat", "code"))
     ran = eyas("bench", "--show", file, "--report")
@@ -140,6 +169,9 @@ def test_refused_and_failed(eyas, tmp_path):
         (("m", "--engine", "sglang", "--drafter", "untrained"), "needs a drafter of files"),
         (("m", "--drafter", "d", "--one-at-a-time"), "are for --engine"),
         (("m", "--drafter", "d", "--speculation", "off"), "leaves nothing to compare"),
+        (("m", "--drafter", "d", "--profile"), "--profile is for --engine vllm or sglang"),
+        (("--without", "a", "--with", "b", "--profile"), "--profile is for --engine vllm or sglang"),
+        (("m", "--engine", "vllm", "--drafter", "d", "--profile", "--request-rate", "1"), "it needs --concurrency"),
     ],
 )
 def test_bad_usage(eyas, tmp_path, monkeypatch, flags, words):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -12,6 +16,12 @@ from eyas.engine.lossless import Comparer, Divergence
 from eyas.speculation.verify import accept
 
 ASK = ("w5 w9 w77", "--compare", "--drafter", "untrained", "--max-tokens", "12")
+
+
+@pytest.fixture(autouse=True)
+def once(monkeypatch):
+    """Comparing three times is for two tests below."""
+    monkeypatch.setattr(run_module, "SPARE_SECONDS", 0)
 
 
 def accept_anything(draft, chosen):
@@ -91,7 +101,9 @@ def test_an_infinite_gap_is_still_json(eyas, target, monkeypatch):
     assert "or the end, in fp32 inf apart" in " ".join(eyas("run", target, *ASK).out.split())
 
 
-def test_each_way_is_first_in_turn_after_a_warm_up(eyas, target, monkeypatch):
+@pytest.fixture
+def calls(monkeypatch):
+    """What is compared: how many tokens, and whether with speculation first."""
     calls = []
     compare = Comparer.compare
 
@@ -100,8 +112,54 @@ def test_each_way_is_first_in_turn_after_a_warm_up(eyas, target, monkeypatch):
         return compare(self, prompt, sampling, **kwargs)
 
     monkeypatch.setattr(Comparer, "compare", spy)
-    assert eyas("run", target, "--compare", "--max-tokens", 10).code == 0
-    assert calls == [(min(10, run_module.WARM_UP_TOKENS), None), (10, False), (10, True), (10, False), (10, True)]
+    return calls
+
+
+@pytest.mark.parametrize(("spare", "firsts"), [(0, "PSPS"), (1000, "PSP SPS PSP SPS")])
+def test_each_way_is_first_in_turn_after_a_warm_up(eyas, target, monkeypatch, calls, spare, firsts):
+    monkeypatch.setattr(run_module, "SPARE_SECONDS", spare)
+    ran = eyas("run", target, "--compare", "--max-tokens", 10)
+    assert ran.code == 0
+    assert calls[0] == (min(10, run_module.WARM_UP_TOKENS), None)
+    assert calls[1:] == [(10, first == "S") for first in firsts.replace(" ", "")]
+    assert ran.out.count("the same 10 tokens") == len(DEMO), "each prompt is shown once"
+
+
+def test_signs_of_life_where_there_is_no_terminal(eyas, target):
+    ran = eyas("run", target, "--compare", "--max-tokens", 3, "--drafter", "untrained", "--json")
+    expected = [f"prompt {number} of {len(DEMO)}, with and without speculation ..." for number in range(1, 5)]
+    assert ran.err.splitlines() == [f"loading {target} ...", "warming up ...", *expected]
+    assert len(ran.records) == len(DEMO)
+
+
+@dataclass
+class Round:
+    speedup: float
+    lossless: bool = True
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations((1.1, 1.2, 9.0))), ids=str)
+def test_the_median_of_three_is_shown(order):
+    rounds = iter(map(Round, order))
+    assert run_module.compare_often(lambda speculative_first: next(rounds), True, spare=1000).speedup == 1.2
+
+
+@pytest.mark.parametrize("wrong", range(3))
+def test_a_difference_is_not_lost_among_the_others(wrong):
+    rounds = iter(Round(1 + number, lossless=number != wrong) for number in range(3))
+    found = run_module.compare_often(lambda speculative_first: next(rounds), False, spare=1000)
+    assert not found.lossless and found.speedup == 1 + wrong
+    assert len(list(rounds)) == (2 if wrong == 0 else 0)
+
+
+def test_what_takes_long_is_compared_once():
+    rounds = iter(map(Round, (3.0, 1.0, 1.0)))
+
+    def once(speculative_first):
+        time.sleep(0.02)
+        return next(rounds)
+
+    assert run_module.compare_often(once, True, spare=0.039).speedup == 3 and len(list(rounds)) == 2
 
 
 def test_lower_precision(eyas, target):

@@ -71,7 +71,7 @@ def test_a_drafter_and_a_machine_of_ones_own(eyas, config, tmp_path):
         (("--hardware", "h1000"), ("no hardware called 'h1000'", "h100-sxm")),
         (("--hardware", "none.yaml"), ("none.yaml cannot be read",)),
         ((*ON_H100, "--acceptance", "0.7", "--acceptance-length", 2), ("--acceptance and --acceptance-length",)),
-        ((*ON_H100, "--acceptance", "high"), ("--acceptance takes rates", "'high'")),
+        ((*ON_H100, "--acceptance", "high"), ("--acceptance takes numbers", "'high'")),
         ((*ON_H100, "--acceptance", "0.7,1.7"), ("between 0 and 1", "1.7")),
         ((*ON_H100, "--acceptance-length", 2), ("belongs to one draft shape",)),
         ((*ON_H100, "--acceptance-length", 9, "--steps", 3), ("3 steps emit between 1 and 4 tokens, not 9",)),

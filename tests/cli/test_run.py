@@ -101,8 +101,9 @@ def test_a_missing_drafter_is_said(eyas, target):
     assert f"note: no trained drafter is there yet for {target}: decoding plainly" in ran.err
 
 
-def test_the_shipped_drafter_is_the_default(eyas, target, drafter, monkeypatch):
-    monkeypatch.setattr("eyas.drafter.shipped.FOLDER", drafter.parent)
+def test_the_shipped_drafter_is_the_default(eyas, target, drafter, monkeypatch, tmp_path):
+    (tmp_path / "drafters").symlink_to(drafter.parent)
+    monkeypatch.setattr("eyas.drafter.shipped.ROOTS", (tmp_path,))
     monkeypatch.setattr("eyas.drafter.shipped.SHIPPED", {str(target): drafter.name})
     ran = eyas("run", target, *ASK, *FIXED, "--json")
     assert record(ran)["steps"] > 0
@@ -227,7 +228,7 @@ def test_loading_flags_arrive(eyas, target, monkeypatch):
     given = {"dtype": "bfloat16", "device": "cpu", "context_length": 99, "attn_implementation": "eager"}
     args = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
     args += ["--drafter-layer-ids", "2,15,27"]
-    given["drafter_layer_ids"] = [2, 15, 27]
+    given["drafter_layer_ids"] = (2, 15, 27)
     assert eyas("run", target, "w5", "--drafter", "untrained", *args, "--trust-remote-code").code == 0
     given |= {"speculation": "auto", "chunked_prefill_size": None, "memory": Memory(0.85, None)}
     assert seen == {**given, "trust_remote_code": True, "shape": None, "name": str(target), "drafter": "untrained"}

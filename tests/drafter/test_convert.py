@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bridges.engines import SGLANG
+from bridges.engines import write as write_engine
 from drafter.folders import CONFIGS, IDS, LLAMA, D, H, V, maps_as_npy, noise, shard, write
 from drafter.test_reading import load, second_layer
 from safetensors.torch import load_file, save_file
@@ -612,6 +614,9 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert (code, "say which target it is" in error) == (1, True)
     assert run(source, str(tmp_path / "x"), "--to", "gguf")[0] == 2
     assert run(source, str(tmp_path / "x"), "--to", "vllm", "--engine-path", str(tmp_path / "none"))[0] == 2
+    layered, engine = drafter(tmp_path / "layered", "sglang", "two layers"), write_engine(tmp_path / "engine", SGLANG)
+    code, _, error = run(str(layered), str(tmp_path / "x"), "--to", "sglang", "--engine-path", str(engine))
+    assert (code, "builds one layer, this drafter has 2" in error) == (1, True)
     assert not (tmp_path / "x").exists()
 
 

@@ -15,7 +15,7 @@ import torch
 import zoo
 from cli import tiny
 from PIL import Image
-from server.live import ASKED, CHAT, MODEL, Live, chat, model, plainly, tokenizer, wait_for
+from server.live import ASKED, CHAT, COMPLETIONS, MODEL, Live, chat, completion, model, plainly, tokenizer, wait_for
 
 from eyas.core import SamplingParams
 from eyas.engine.llm import load
@@ -171,29 +171,57 @@ def test_several_choices(live):
 # Where it ends
 
 
-@pytest.mark.parametrize("stop", [["98 w1"], ["w118 w1", "51 w12"], ["never"]], ids=str)
+@pytest.mark.parametrize(
+    "stop",
+    [["98 w1"], ["w118 w1", "51 w12"], ["never"], [*map(str, range(990, 1053)), "51 w12"], ["w118 w1", "w118"]],
+    ids=lambda stop: str(stop)[:24],
+)
 @pytest.mark.parametrize("streamed", [False, True])
 def test_stop_strings_across_tokens(live, stop, streamed):
     whole = expected()
-    ends = [whole.index(one) for one in stop if one in whole]
+    ends = {one: whole.index(one) for one in stop if one in whole}
     create = live.openai().chat.completions.create
     if streamed:
         chunks = list(create(**chat(stop=stop), stream=True))
-        text, reason = text_of(chunks), chunks[-1].choices[0].finish_reason
+        text, last = text_of(chunks), chunks[-1].choices[0]
+        assert {chunk.choices[0].stop_reason for chunk in chunks[:-1]} == {None}
     else:
         answer = create(**chat(stop=stop))
-        text, reason = answer.choices[0].message.content, answer.choices[0].finish_reason
-    assert text == (whole[: min(ends)] if ends else whole)
-    assert reason == ("stop" if ends else "length") and bool(ends) == (stop != ["never"])
+        last = answer.choices[0]
+        text = last.message.content
+    assert text == (whole[: min(ends.values())] if ends else whole)
+    assert last.finish_reason == ("stop" if ends else "length") and bool(ends) == (stop != ["never"])
+    first = sorted(ends, key=lambda one: (ends[one], len(one)))  # of two that begin together the shorter one is there
+    assert last.stop_reason == (first[0] if ends else None)
 
 
 def test_the_end_token_ends_it_unless_ignored(live):
     forced = {"logit_bias": {str(tiny.SPECIAL["<end>"]): 100}}
     body = live.post(CHAT, json=chat(**forced)).json()
     assert body["choices"][0]["message"]["content"] == "" and body["choices"][0]["finish_reason"] == "stop"
-    assert body["usage"]["completion_tokens"] == 1
+    assert body["choices"][0]["stop_reason"] is None and body["usage"]["completion_tokens"] == 1
     body = live.post(CHAT, json=chat(**forced, ignore_eos=True)).json()
     assert body["choices"][0]["finish_reason"] == "length" and body["usage"]["completion_tokens"] == 12
+
+
+@pytest.mark.parametrize("path, asked", [(CHAT, chat), (COMPLETIONS, completion)], ids=["chat", "completion"])
+def test_the_stop_token_that_ended_it_is_told(live, path, asked):
+    end = tiny.SPECIAL["<end>"]
+    for given, ids, reason in (({}, [33, 12], 12), ({}, [end], None), ({"ignore_eos": True}, [end, 12], end)):
+        forced = {"stop_token_ids": ids, "stop": ["w7"], "logit_bias": {str(12 if reason == 12 else end): 100}, **given}
+        (choice,) = live.post(path, json=asked(**forced)).json()["choices"]
+        assert choice["finish_reason"] == "stop" and choice["stop_reason"] == reason
+    (choice,) = live.post(path, json=asked()).json()["choices"]
+    assert choice["finish_reason"] == "length" and choice["stop_reason"] is None
+
+
+def test_of_several_end_tokens_only_the_tokenizers_own_goes_without_saying(live, monkeypatch):
+    """As in vLLM, where the others of a generation config count among the stop tokens."""
+    end = tiny.SPECIAL["<end>"]
+    monkeypatch.setattr(live.engine.llm.engine, "eos_ids", (end, 12))
+    for token, reason in ((end, None), (12, 12)):
+        (choice,) = live.post(CHAT, json=chat(logit_bias={str(token): 100}, min_tokens=3)).json()["choices"]
+        assert choice["finish_reason"] == "stop" and choice["stop_reason"] == reason
 
 
 # What else is told

@@ -67,7 +67,7 @@ CHATS = [
     ({"max_completion_tokens": 0}, "max_completion_tokens", "1"),
     ({"min_tokens": 50}, "min_tokens", "max_tokens"),
     ({"presence_penalty": 3}, "presence_penalty", "2"),
-    ({"stop": ["a"] * 5}, "stop", "4"),
+    ({"stop": ["a"] * 65}, "stop", "64"),
     ({"stop": ""}, "stop", "1 character"),
     ({"stop": [1, 2]}, "stop[0]", "string"),
     ({"seed": 1 << 70}, "seed", ""),
@@ -228,6 +228,19 @@ def raw(server: Live, *pieces: bytes, pause: float = 0.0) -> bytes:
 
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    "item, count, status", [(5, 450, 200), (5, 510, 413), ([], 80, 200), ([], 130, 413), ({"a": 5}, 60, 413)], ids=str
+)
+def test_a_body_of_too_many_values(live, monkeypatch, item, count, status):
+    """Reading them would keep others waiting: they are counted before."""
+    monkeypatch.setattr("eyas.server.gate.MOST_VALUES", 500)
+    reply = live.post(COMPLETIONS, json=completion(metadata=[item] * count, max_tokens=1))
+    assert reply.status_code == status
+    if status == 413:
+        error = error_of(reply, 413)
+        assert error["code"] == "body_too_large" and "500 are taken" in error["message"]
 
 
 def test_a_chunked_body_without_end_is_not_read_to_its_end(small):

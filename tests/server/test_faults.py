@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -139,10 +140,103 @@ def test_a_full_server_says_so_at_once():
         assert "3 answers" in error["message"]
 
 
-def test_two_choices_need_two_places():
-    with serving(lambda: slow(max_running_requests=2), max_queued_requests=0) as server, streaming(server):
-        assert "no room for 2 more" in error_of(server.post(CHAT, json=chat(n=2)), 429)["message"]
-        assert server.post(CHAT, json=chat(max_tokens=2)).status_code == 200
+def test_many_answers_need_no_more_than_one_place():
+    """All but one are taken for longer than the answers need: who had to wait for three would get nothing."""
+    with serving(lambda: slow(max_running_requests=3), max_queued_requests=0) as server:
+        with streaming(server), streaming(server), ThreadPoolExecutor(1) as pool:
+            many = pool.submit(server.post, CHAT, json=chat(n=3, max_tokens=20))
+            wait_for(lambda: server.state() == (3, 0, 5))  # two wait where the engine does not see them
+            error = error_of(server.post(CHAT, json=chat(max_tokens=1)), 429)  # and nobody gets in before them
+            assert "5 answers are running or waiting, and no more are taken from 3 on" in error["message"]
+            choices = many.result().json()["choices"]
+            assert server.state() == (2, 0, 2)
+        for n, choice in enumerate(choices):
+            alone = plainly(ASKED, SamplingParams(temperature=1.0, max_tokens=20, seed=3 + n))
+            assert choice["message"]["content"] == alone.text
+
+
+def test_nobody_is_outrun_for_ever_by_those_who_ask_for_less():
+    tries, served = {1: 0, 4: 0}, threading.Event()
+
+    def ask(server: Live, n: int) -> None:
+        with server.http() as client:
+            while not served.is_set():
+                tries[n] += 1
+                if client.post(CHAT, json=chat(n=n, max_tokens=2)).status_code == 200 and n == 4:
+                    served.set()
+
+    with serving(lambda: slow(max_running_requests=2), max_queued_requests=2) as server, ThreadPoolExecutor(7) as crowd:
+        small = [crowd.submit(ask, server, 1) for _ in range(6)]
+        wait_for(lambda: tries[1] > 20)
+        large = crowd.submit(ask, server, 4)
+        if not served.wait(PATIENCE):
+            served.set()
+            pytest.fail(f"refused {tries[4]} times")
+        for future in (large, *small):
+            future.result()
+
+
+def test_who_leaves_takes_along_what_had_no_place_yet():
+    with serving(lambda: slow(max_running_requests=2), max_queued_requests=1) as server, streaming(server):
+        with streaming(server, n=3):
+            assert server.state() == (2, 1, 4)
+        wait_for(lambda: server.state() == (1, 0, 1))
+        assert server.post(CHAT, json=chat(n=3, max_tokens=2)).status_code == 200
+
+
+# Who does not read
+
+
+def tagged(server: Live, status: str) -> float:
+    found = server.service.metrics.registry.get_sample_value(
+        "eyas:http_requests_total", {"endpoint": CHAT, "status": status}
+    )
+    return found or 0.0
+
+
+@contextlib.contextmanager
+def asking_for_much(server: Live) -> Iterator[socket.socket]:
+    """A stream of a megabyte, and two systems that keep little of it."""
+    body = json.dumps(chat(n=4, max_tokens=LONG, stream=True, logprobs=True, top_logprobs=20)).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    with socket.socket() as caller:
+        caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        caller.settimeout(PATIENCE)
+        caller.connect((host, int(port)))
+        caller.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        wait_for(lambda: server.service.open_requests == 1)
+        yield caller
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="this system has no such limit")
+def test_who_never_reads_a_stream_has_left(monkeypatch):
+    monkeypatch.setattr("eyas.server.lifecycle.UNREAD", 0.5)
+    server = Live()
+    with asking_for_much(server):
+        wait_for(lambda: server.service.open_requests == 0)
+        wait_for(lambda: tagged(server, "499") == 1)
+    assert server.state() == (0, 0, 0) and not server.service._inboxes and tagged(server, "200") == 0
+    assert server.post(CHAT, json=chat()).status_code == 200
+    server.close()
+
+
+def test_who_reads_slowly_has_not_left(monkeypatch):
+    monkeypatch.setattr("eyas.server.lifecycle.UNREAD", 2.0)
+    server = Live()
+    with asking_for_much(server) as caller:
+        received = bytearray()
+        for _ in range(3):
+            time.sleep(0.8)
+            while len(part := caller.recv(4096)) == 4096:
+                received += part
+            received += part
+        while part := caller.recv(1 << 16):
+            received += part
+    assert b"data: [DONE]" in received[-40:] and len(received) > 500_000
+    wait_for(lambda: tagged(server, "200") == 1)
+    server.close()
 
 
 def test_requests_that_are_not_answers_yet_have_a_bound_too(live):

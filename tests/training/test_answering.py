@@ -97,9 +97,9 @@ def test_an_answer_that_is_cut_off_has_no_end(ids: bool) -> None:
 def test_many_at_once_and_none_mixed_up() -> None:
     prompts = [prompt(n) for n in range(100)]
     with talkers.serving(TOKENIZER) as server:
-        server.delay = 0.02
+        server.delay = 0.05
         assert ask(server.url, prompts, concurrency=16) == [expected(p) for p in prompts]
-        assert 8 <= server.most_running <= 16
+        assert 4 <= server.most_running <= 16
 
 
 def test_a_busy_server_is_asked_again(no_waiting: list) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from eyas.bench.passes import SIDES, BenchError, Name, Pair
 from eyas.bench.sides import Side
 from eyas.bench.verdict import differences_of, refusals
 from eyas.bench.workload import Workload
+from eyas.files import write_whole
 
 FORMAT = 1
 BLOCKS = (
@@ -116,14 +117,10 @@ class Benchmark:
 
 def write(path: Path, text: str) -> None:
     """Whole or not at all."""
-    draft = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
+        write_whole(path, text)
     except OSError as error:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
         raise BenchError(f"{path} cannot be written: {error.strerror}.") from error
 
 

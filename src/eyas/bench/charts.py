@@ -66,20 +66,22 @@ def bars(values: Sequence[float | None], what: str) -> str:
     return _svg(what, HEIGHT, *parts, _below("draft position"))
 
 
-def steps(parts: Mapping[str, Mapping[str, float]]) -> str:
-    """A step of each side, and what it is made of. Milliseconds."""
+def steps(parts: Mapping[str, Mapping[Any, float]], labels: Mapping[Any, str] | None = None, unit: str = "ms") -> str:
+    """A step of each side, and what it is made of: seconds, or with ``unit`` "%" shares of a whole."""
     longest = max(sum(p.values()) for p in parts.values()) or 1.0
     made, left = [], 64
     for row, (side, pieces) in enumerate(parts.items()):
-        x, y = float(left), TOP + row * ROW
+        x, y, whole = float(left), TOP + row * ROW, sum(pieces.values())
         made.append(f'<text x="{left - 8}" y="{y + 17}" text-anchor="end">{escape(side)}</text>')
-        for name, seconds in pieces.items():
-            width = (WIDTH - left - 70) * seconds / longest
-            title = f"{side} speculation, {name}: {1000 * seconds:.3g} ms"
+        for name, value in pieces.items():
+            width = (WIDTH - left - 70) * value / longest
+            time = "" if unit == "%" else f"{1000 * value:.3g} ms, "
+            title = f"{side} speculation, {(labels or {}).get(name, name)}: {time}{value / (whole or 1.0):.1%}"
             place = f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="24"'
             made.append(f'<rect class="{escape(name)}" {place}><title>{escape(title)}</title></rect>')
             x += width
-        made.append(f'<text x="{x + 6:.1f}" y="{y + 17}">{1000 * sum(pieces.values()):.3g} ms</text>')
+        if unit != "%":
+            made.append(f'<text x="{x + 6:.1f}" y="{y + 17}">{1000 * whole:.3g} ms</text>')
     return _svg("Time of a step", TOP + ROW * len(parts) + 4, *made)
 
 

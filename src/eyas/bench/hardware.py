@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from eyas.core import UsageError
+from eyas.core import UsageError, one_line
 
 FORMATS = ("bf16", "fp8", "int8", "fp4")  # what matrix products run in
 _Positive = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
@@ -178,7 +178,7 @@ def find_hardware(name: str) -> Hardware:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{file} cannot be read: {error}.") from error
     except (yaml.YAMLError, RecursionError) as error:
-        raise UsageError(f"{file} is not YAML: {' '.join(str(error).split())}.") from error
+        raise UsageError(f"{file} is not YAML: {one_line(error)}.") from error
     if not isinstance(content, dict):
         raise UsageError(f"{file} must hold keys and values, found {type(content).__name__}.")
     try:

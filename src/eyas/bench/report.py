@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from eyas.bench import charts
+from eyas.bench.kernels import LABELS
 from eyas.bench.results import whole_rows
 
+SHOWN = 0.0005  # of a step: parts that are smaller on both sides are left out
 TEMPLATES = Path(__file__).parent / "templates"
+PARTS = {"draft": "draft", "target": "target", "rest": "rest"}  # of a step of the embedded engine
 LATENCIES = {"first": "time to first token", "per_token": "time per output token", "total": "end to end"}
 Results = Mapping[str, Any]
 Cells = list[list[str]]
@@ -48,6 +51,46 @@ def latency_cells(made: Results) -> Cells:
             shown = [" / ".join(_ms(t[p], "") for p in ("p50", "p90", "p99")) if t else "-" for t in told]
             found.append([f"{row['level']['value']:g}", side, *shown])
     return found
+
+
+def profile_cells(made: Results) -> Cells:
+    """Of a step of either side under a profiler; no rows but the header's where nothing was profiled."""
+    found = [[_kind(made), "part of a step", "without", "with"]]
+    for entry in made.get("profile", ()):
+        sides = [entry["without"], entry["with"]]
+        at = f"{entry['level']['value']:g}"
+        for part, label in LABELS.items():
+            if any(side and side["shares"][part] >= SHOWN for side in sides):
+                found.append([at, label, *(_part(side, part) for side in sides)])
+        found.append([at, "whole step", *(_whole(side) for side in sides)])
+    return found
+
+
+def _part(side: Mapping[str, Any] | None, part: str) -> str:
+    if side is None:
+        return "-"
+    share = f"{side['shares'][part]:.1%}"
+    return f"{_ms(side['seconds'][part])} ({share})" if side["seconds"] else share
+
+
+def _whole(side: Mapping[str, Any] | None) -> str:
+    if side is None:
+        return "-"
+    return f"{_ms(sum(side['seconds'].values()))}, of {side['steps']}" if side["seconds"] else "steps not counted"
+
+
+def profile_note(made: Results) -> str:
+    """How it was profiled; "" where nothing was."""
+    sides = [side for entry in made.get("profile", ()) for side in (entry["without"], entry["with"]) if side]
+    if not sides:
+        return ""
+    text = "By the engine's own profiler, in a launch of its own after the rounds: it slows steps down, above all the "
+    text += "host's part. Means of steps that only decode."
+    if any(side["ranks"] > 1 for side in sides):
+        text += f" Rank 0 of {max(side['ranks'] for side in sides)} is shown."
+    if any(side["device"] == "CPU" for side in sides):
+        text += " On a CPU: operators of the busiest thread; what is between them is the host's."
+    return text
 
 
 def headline(made: Results) -> list[tuple[str, str]]:
@@ -132,7 +175,9 @@ def html(made: Results) -> str:
         headline=headline(made),
         several=len({row["task"] for row in made["rows"]}) > 1,
         first=_level(rows[0]["level"]),
-        charts=_charts(rows, made["verdict"]["even"]),
+        charts=_charts(rows, made),
+        profile=profile_cells(made),
+        profile_note=profile_note(made),
         acceptance_source=f"{acceptance['source']}, {_level(rows[0]['level'])}" if acceptance else "",
         table=table,
         whole=[row in rows for row in made["rows"]],
@@ -145,11 +190,11 @@ def html(made: Results) -> str:
     )
 
 
-def _charts(rows: Sequence[Mapping[str, Any]], even: float) -> dict[str, Any]:
+def _charts(rows: Sequence[Mapping[str, Any]], made: Results) -> dict[str, Any]:
     """The page's pictures, which are safe as they are."""
     from markupsafe import Markup
 
-    rates, step = (rows[0]["acceptance"] or {}).get("acceptance_rates"), rows[0]["step"]
+    rates, even = (rows[0]["acceptance"] or {}).get("acceptance_rates"), made["verdict"]["even"]
     ends = [rows[0], rows[-1]] if len(rows) > 1 else [rows[0]]
     latency = []
     for row in ends:
@@ -162,19 +207,33 @@ def _charts(rows: Sequence[Mapping[str, Any]], even: float) -> dict[str, Any]:
     return {
         "speedup": Markup(charts.speedup(rows, even)),
         "acceptance": Markup(charts.bars(rates, "Acceptance rate by draft position")) if rates else "",
-        "steps": Markup(charts.steps(step["parts"])) if step and step["parts"] else "",
+        "steps": [(place, Markup(chart), legend) for place, chart, legend in _steps(rows, made)],
         "latency": latency,
     }
 
 
+def _steps(rows: Sequence[Mapping[str, Any]], made: Results) -> Iterator[tuple[str, str, Mapping[Any, str]]]:
+    """Where it was looked into, the picture of a step of either side, and what its colours mean."""
+    if (step := rows[0]["step"]) and step["parts"]:
+        yield _level(rows[0]["level"]), charts.steps(step["parts"], PARTS), PARTS
+    for entry in made.get("profile", ()):
+        sides = {name: entry[name] for name in ("without", "with") if entry[name]}
+        legend = {p: label for p, label in LABELS.items() if any(s["shares"][p] >= SHOWN for s in sides.values())}
+        unit = "ms" if all(side["seconds"] for side in sides.values()) else "%"
+        told = {name: side["seconds" if unit == "ms" else "shares"] for name, side in sides.items()}
+        parts = {name: {part: values[part] for part in legend} for name, values in told.items()}
+        yield f"{_level(entry['level'])}, profiled", charts.steps(parts, LABELS, unit), legend
+
+
 def markdown(made: Results) -> str:
-    verdict = made["verdict"]
+    verdict, profile = made["verdict"], profile_cells(made)
     parts = [
         f"### Speculation: {title(made)}",
         verdict["sentence"],
         "\n".join(f"* {name}: **{value}**" for name, value in headline(made)),
         markdown_table(cells(made)),
         f"Latency in ms, p50 / p90 / p99:\n\n{markdown_table(latency_cells(made))}",
+        f"Where the time of a step goes:\n\n{markdown_table(profile)}\n\n{profile_note(made)}" if profile[1:] else "",
         made["agreement"]["sentence"],
         "\n".join(f"* {note}" for note in made["notes"]),
         "\n".join(f"* {name}: {value}" for name, value in facts(made)),

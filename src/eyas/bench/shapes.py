@@ -11,8 +11,9 @@ from eyas.bench.quantization import PLAIN, Format, Quantization, read_quantizati
 from eyas.bridges.target import Target, open_target
 from eyas.core import CheckpointError, TargetError, UsageError
 from eyas.drafter import dialects
-from eyas.drafter.checkpoint import MAX_CONFIG, Checkpoint, read_json
+from eyas.drafter.checkpoint import NO_CONFIG, Checkpoint
 from eyas.drafter.config import Eagle3Config
+from eyas.files import read_json
 
 # Kernels of a layer as SGLang and vLLM launch them, each norm fused with the addition before it.
 ATTENTION_KERNELS = 7  # norm, q/k/v, rotary and cache write, attention, its combination, output, norm
@@ -154,12 +155,7 @@ def read_target(path: str | Path) -> Target:
     file = Path(path).expanduser()
     if not file.is_file():
         return open_target(path)
-    try:
-        return Target(file.parent, read_json(file, MAX_CONFIG))
-    except CheckpointError as error:
-        raise TargetError(str(error)) from error
-    except OSError as error:
-        raise TargetError(f"{file} cannot be read: {error}") from error
+    return Target(file.parent, read_json(file, TargetError))
 
 
 def target_model(target: Target, quantization: str | None = None, kv_bytes: float = 2.0) -> Model:
@@ -305,7 +301,7 @@ def read_drafter(path: str | Path, target: Model) -> Model:
     file = file / "config.json" if file.is_dir() else file
     if file.suffix != ".json":
         raise UsageError(f"{file}: a drafter to plan with is a folder with config.json, or that file.")
-    reading = dialects.read(Checkpoint(file, read_json(file, MAX_CONFIG), {}))
+    reading = dialects.read(Checkpoint(file, read_json(file, CheckpointError, NO_CONFIG), {}))
     if reading.refused:
         raise CheckpointError(f"{'; '.join(reading.problems)}: only EAGLE-3 drafters are predicted.")
     if reading.config.target_hidden_size != target.hidden:

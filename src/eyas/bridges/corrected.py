@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,12 @@ from eyas.core import CheckpointError
 from eyas.drafter import dialects, record, weights, writing
 from eyas.drafter.checkpoint import Checkpoint
 from eyas.drafter.config import Eagle3Config
+from eyas.drafter.convert import check_free
 from eyas.drafter.dialects import MAPS, Reading
-from eyas.drafter.folder import appearing, check_free
 from eyas.drafter.model import Eagle3Model
-from eyas.drafter.weights import Entry
+from eyas.drafter.weights import Entry, copied, made
+from eyas.files import whole_folder, write_json
 
-_SPELLED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 FILES = ("config.json", "model.safetensors")
 _SAID = ("aux_layer_ids", "rope", "norm_before_residual", "norm_output")  # what hypotheses change, and a config says
 
@@ -48,14 +47,12 @@ def write(checkpoint: Checkpoint, reading: Reading, hypothesis: Hypothesis, out:
     maps = {} if ids is None else writing.vocabulary_maps(ids, vocab)
     dialect = dialect_for(hypothesis.config, reading.dialect)
     config, entries = hypothesis.config, _entries(checkpoint, reading, maps, dialect)
-    kinds = [entry.dtype for entry in entries if entry.dtype in _SPELLED]
     verifier = (checkpoint.config.get("speculators_config") or {}).get("verifier")
-    said = writing.config_json(config, dialect, _SPELLED[max(set(kinds), key=kinds.count)], verifier)
+    said = writing.config_json(config, dialect, weights.main_dtype(entries), verifier)
     try:
-        with appearing(place) as folder:
+        with whole_folder(place) as folder:
             weights.write(folder / "model.safetensors", entries)
-            text = json.dumps(record.carried(checkpoint.config, dialect) | said, indent=2)
-            (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+            write_json(folder / "config.json", record.carried(checkpoint.config, dialect) | said)
             again = dialects.read(Checkpoint.open(folder))
             lost = [f"another {name}" for name in _SAID if getattr(again.config, name) != getattr(config, name)]
             if why := [*again.problems, *lost]:
@@ -95,15 +92,5 @@ def _entries(
     checkpoint: Checkpoint, reading: Reading, maps: Mapping[str, np.ndarray[Any, Any]], dialect: str
 ) -> list[Entry]:
     kept = [name for name in reading.names if name not in MAPS]
-    entries = [_copied(checkpoint, reading.names[name], writing.tensor_name(name, dialect)) for name in kept]
-    kinds = {"d2t": "I64", "t2d": "BOOL"}
-    return entries + [_bytes(name, kinds[name], values.shape, values.tobytes()) for name, values in maps.items()]
-
-
-def _copied(checkpoint: Checkpoint, original: str, name: str) -> Entry:
-    tensor = checkpoint.tensors[original]
-    return Entry(name, tensor.dtype, tensor.shape, tensor.nbytes, lambda: checkpoint.raw(original))
-
-
-def _bytes(name: str, dtype: str, shape: tuple[int, ...], content: bytes) -> Entry:
-    return Entry(name, dtype, shape, len(content), lambda: [memoryview(content)])
+    entries = [copied(checkpoint, reading.names[name], writing.tensor_name(name, dialect)) for name in kept]
+    return entries + [made(name, values) for name, values in maps.items()]

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from eyas.core import UsageError
+from eyas.core import UsageError, one_line
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _file(arguments: Sequence[str]) -> dict[str, Any]:
     try:
         said = yaml.safe_load(Path(file).expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UsageError(f"--config {file} cannot be read: {' '.join(str(error).split())}") from error
+        raise UsageError(f"--config {file} cannot be read: {one_line(error)}") from error
     if not isinstance(said, dict):
         raise UsageError(f"--config {file}: expected flags and their values, found {type(said).__name__}")
     return {str(name): value for name, value in said.items()}

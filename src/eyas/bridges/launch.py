@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from eyas import __version__
+from eyas import __version__, progress
 from eyas.bridges import holders, plugin
 from eyas.bridges.check import check
 from eyas.bridges.code.source import EngineSource, open_engine
@@ -39,11 +39,8 @@ from eyas.core import EyasError, UsageError
 from eyas.drafter.checkpoint import Checkpoint
 from eyas.drafter.convert import convert
 from eyas.drafter.dialects import read
-from eyas.drafter.engines import source_reader
 from eyas.drafter.verifier import Verifier
 from eyas.target.smollm2 import cache_folder
-
-Progress = Callable[[str, "float | None"], None]  # what is being done, and how much of it
 
 # Run by the engine's own Python: where it has the engine, without importing it, and what is installed under a name.
 _LOOK = """
@@ -279,17 +276,16 @@ def _plugin_variables(plan: Plan) -> dict[str, str]:
     return found | _engine(plan.asked).plugin_variables(plan.source, plan.environment)
 
 
-def prepare(plan: Plan, progress: Progress = lambda what, done: None) -> Plan:
+def prepare(plan: Plan, report: progress.Report = lambda what, done: None) -> Plan:
     """Converts the drafter and lays out the plugin, where the plan says so and it was not done before.
 
     Raises CheckpointError where the drafter cannot be converted, and DoesNotFitError where that did not help.
     """
     conversion = plan.conversion
     if conversion is not None and not conversion.place.is_dir():
-        progress(f"converting the drafter for {plan.asked.engine}", None)
-        engine = source_reader(plan.source.place)
+        report(f"converting the drafter for {plan.asked.engine}", None)
         target = Verifier.read(plan.target)
-        convert(conversion.source, conversion.dialects[1], conversion.place, target=target, engine=engine)
+        convert(conversion.source, conversion.dialects[1], conversion.place, target=target, engine=plan.source.find)
         plan = replace(plan, report=_fit(plan, conversion.place))
     if plan.plugin_path is not None and not plan.plugin_path.is_dir():
         plugin.lay_out(plan.plugin_path)

@@ -165,6 +165,5 @@ def _keys(case: Case, loaded: Loaded) -> Iterator[Problem]:
             )
 
 
-def _list(names: list[str], most: int = 3) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def _list(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,7 +44,7 @@ def _sglang(classes: Classes) -> Iterator[Row]:
         refs = [m for m in _meanings(classes, module, architecture) if isinstance(m, ClassRef)]
         if len(refs) == 1:
             target = Instance(refs[0], [], {"config": Record({})})
-            yield _row(architecture, target, Interpreter(classes, known, {}), lambda ref: _having(classes, ref, names))
+            yield _row(architecture, target, Interpreter(classes, known, {}), names)
         else:
             yield Row(architecture, "undecided", f"its class is not to be found in {classes.source.short(module)}")
         classes.forget()
@@ -65,7 +65,7 @@ def _vllm(classes: Classes) -> Iterator[Row]:
         for ref in vllm.find_architecture(classes, architecture):
             interpreter = vllm.prepared(Interpreter(classes, {}, {}), {"vocab_size": None, "num_hidden_layers": None})
             target = Instance(ref, [], {"vllm_config": vllm.vllm_config(Record({})), "prefix": ""})
-            row = _row(architecture, target, interpreter, lambda ref: _having(classes, ref, names))
+            row = _row(architecture, target, interpreter, names)
             rows.append(_holds_layers(row, interpreter, target) if row.status == "ready" else row)
         reason = (
             "differs by platform: " + " or ".join(r.status for r in rows) if rows else "its module finds it at run time"
@@ -75,27 +75,17 @@ def _vllm(classes: Classes) -> Iterator[Row]:
         classes.forget()
 
 
-def _having(classes: Classes, ref: ClassRef, names: list[str]) -> tuple[bool | None, str]:
-    """Whether a class has all of these, None for perhaps, and why not."""
-    found = {name: classes.find(ref, name) for name in names}
-    undecided = [answer.reason for answer in found.values() if isinstance(answer, Undecided)]
-    missing = [name for name, answer in found.items() if answer is None]
-    if missing:
-        return False, f"no {', '.join(missing)}" if len(missing) < len(names) else ""
-    return (None, undecided[0]) if undecided else (True, "")
-
-
-def _row(
-    architecture: str, target: Instance, interpreter: Interpreter, having: Callable[[ClassRef], tuple[bool | None, str]]
-) -> Row:
+def _row(architecture: str, target: Instance, interpreter: Interpreter, names: list[str]) -> Row:
     try:
-        answer, reason = having(target.ref)
-        if answer is not False:
-            return Row(architecture, "ready" if answer else "undecided", reason)
-        whole = interpreter.classes.source.name == "sglang"
-        inside = look_inside(interpreter, target, lambda model: having(model.ref)[0], whole)
+        found = {name: interpreter.classes.find(target.ref, name) for name in names}
+        missing = [name for name, answer in found.items() if answer is None]
+        if not missing:
+            undecided = [answer.reason for answer in found.values() if isinstance(answer, Undecided)]
+            return Row(architecture, "undecided", undecided[0]) if undecided else Row(architecture, "ready")
+        inside = look_inside(interpreter, target, names)
     except SourceError as error:
         return Row(architecture, "undecided", str(error))
+    reason = f"no {', '.join(missing)}" if len(missing) < len(names) else ""
     why = "; ".join(part for part in (reason, inside.reason) if part)
     return Row(architecture, inside.kind, why, inside.attribute, inside.inner)
 

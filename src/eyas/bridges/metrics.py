@@ -127,10 +127,10 @@ class Meaning:
         return self.most >= 1
 
 
-def from_stats(stats: AcceptanceStats, source: str = "Eyas") -> Speculation:
+def from_stats(stats: AcceptanceStats) -> Speculation:
     """From the embedded engine's own counts."""
     return Speculation(
-        source,
+        "Eyas",
         steps=stats.steps,
         drafted=stats.drafted,
         accepted=sum(stats.accepted),

@@ -11,9 +11,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +23,7 @@ from eyas.bridges.sglang import patch as sglang
 from eyas.bridges.target import Target
 from eyas.bridges.vllm import patch as vllm
 from eyas.core import EyasError, UsageError
+from eyas.files import whole
 
 ORIGINAL, RECORD = ".eyas-original", ".eyas-patch.json"
 
@@ -206,18 +205,10 @@ def _forget_patch(file: Path) -> None:
 
 def _write(path: Path, content: bytes, like: Path) -> None:
     """All of it or nothing, with the permissions of ``like``; a hard link elsewhere keeps what it had."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
-        temporary = Path(file.name)
-        try:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-            if like.exists():
-                shutil.copymode(like, temporary)
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+    with whole(path) as draft:
+        draft.write_bytes(content)
+        if like.exists():
+            shutil.copymode(like, draft)
 
 
 def _forget_bytecode(file: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -12,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from eyas import __version__
-from eyas.core import EyasError
-from eyas.drafter.folder import appearing
+from eyas.drafter.shipped import shipped
+from eyas.files import whole_folder
 from eyas.target.smollm2 import cache_folder
 
 PACKAGE, ASKED, MARKERS = "eyas_plugin", "EYAS_PLUGIN", "EYAS_PLUGIN_MARKERS"
@@ -35,7 +34,7 @@ def place() -> Path:
 
 def lay_out(folder: Path) -> None:
     """The package, with the metadata by which engines find entry points."""
-    with appearing(folder) as new:
+    with whole_folder(folder) as new:
         shutil.copytree(_package(), new / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
         about = new / f"{PACKAGE}-{__version__}.dist-info"
         about.mkdir()
@@ -44,13 +43,7 @@ def lay_out(folder: Path) -> None:
 
 
 def _package() -> Path:
-    """Beside Eyas where it was installed, or in a checkout."""
-    spec = importlib.util.find_spec(PACKAGE)
-    checkout = Path(__file__).parents[3] / "plugin" / "src" / PACKAGE
-    found = Path(spec.origin).parent if spec and spec.origin else checkout
-    if not (found / "__init__.py").is_file():
-        raise EyasError(f"the package {PACKAGE} is not here: install eyas-plugin, or start with --no-plugin")
-    return found
+    return shipped(f"plugin/src/{PACKAGE}/__init__.py", "start with --no-plugin").parent
 
 
 @dataclass(frozen=True)

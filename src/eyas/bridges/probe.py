@@ -12,7 +12,7 @@ import functools
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from eyas.drafter.eagle3 import Eagle3Drafter
 from eyas.drafter.model import Eagle3Model
 from eyas.drafter.storage import load_for
 from eyas.engine.stats import AcceptanceStats
+from eyas.progress import Report
 from eyas.target.adapter import HFTarget
 from eyas.training.acceptance import Answered, answer_all, interval, total
 from eyas.training.features import FrozenTarget
@@ -44,8 +45,6 @@ from eyas.training.unroll import unroll
 SHAPE = DraftShape(3, 1, 4)
 SURE = 0.99  # that no reading is called right by chance, of all that are tried
 NOTHING = 1.1  # an acceptance length below which drafts are as good as never right
-
-Report = Callable[[str, "float | None"], None]
 
 
 @dataclass(frozen=True)

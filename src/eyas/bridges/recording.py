@@ -21,6 +21,7 @@ from eyas.bridges.sglang import trace as sglang
 from eyas.bridges.trace import Trace, read
 from eyas.bridges.vllm import trace as vllm
 from eyas.core import CheckpointError, EyasError
+from eyas.progress import Report
 
 FOLDER = "EYAS_PLUGIN_TRACE"
 PROMPT = 512  # tokens of it at most: the states of all layers are kept here, and a line is written for every slot
@@ -28,8 +29,6 @@ TOKENS = 24  # of the answer: several drafts, and what the target made of them
 _PATIENCE = 600.0  # seconds for the answer: eager, and perhaps on a busy machine
 _GRACE = 30.0  # seconds that the engine has to end once it was told to
 _ENGINES: dict[str, Any] = {"sglang": sglang, "vllm": vllm}
-
-Report = Callable[[str, "float | None"], None]
 
 
 def record(asked: Asked, prompt: Sequence[int], report: Report, note: Callable[[str], None]) -> Trace:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from eyas.core import TargetError, UsageError
+from eyas.files import read_json
 
 _INNER = ("text_config", "llm_config", "language_config", "thinker_config", "text_cfg")  # where wrappers keep the model
-_MAX_CONFIG = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -55,12 +54,4 @@ def open_target(name: str | Path) -> Target:
     file = folder / "config.json"
     if not file.is_file():
         raise UsageError(f"{folder} is not a model folder: it has no config.json")
-    try:
-        if file.stat().st_size > _MAX_CONFIG:
-            raise TargetError(f"{file}: {file.stat().st_size} bytes is too much for a config")
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise TargetError(f"{file}: not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise TargetError(f"{file}: expected a JSON object, found {type(config).__name__}")
-    return Target(folder, config)
+    return Target(folder, read_json(file, TargetError))

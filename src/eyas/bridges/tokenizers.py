@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from eyas.bridges.report import Problem
+from eyas.core import EyasError
+from eyas.files import read_json
 
 _MAX = 100_000_000
 
@@ -61,17 +63,13 @@ def _template(folder: Path) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file() and file.stat().st_size < _MAX:
         return file.read_text(encoding="utf-8", errors="replace")
-    config = _read(folder / "tokenizer_config.json")
-    template = config.get("chat_template") if isinstance(config, dict) else None
+    template = (_read(folder / "tokenizer_config.json") or {}).get("chat_template")
     return template if isinstance(template, str) else None
 
 
-def _read(file: Path) -> Any:
-    try:
-        if file.is_file() and file.stat().st_size < _MAX:
-            return json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        pass
+def _read(file: Path) -> dict[str, Any] | None:
+    with suppress(EyasError):
+        return read_json(file, EyasError, limit=_MAX)
     return None
 
 

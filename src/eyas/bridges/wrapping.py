@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from eyas.bridges.code.classes import Classes, ClassRef, Member
+from eyas.bridges.code.classes import Classes, ClassRef, Member, Undecided
 from eyas.bridges.code.interpreter import Interpreter
 from eyas.bridges.code.values import UNKNOWN, Either, Instance, Nothing
 
@@ -27,13 +27,13 @@ class Wrapped:
     models: tuple[Instance, ...] = ()
 
 
-def look_inside(
-    interpreter: Interpreter, wrapper: Instance, has_all: Callable[[Instance], bool | None], whole: bool
-) -> Wrapped:
-    """``has_all`` says whether an inner model has all that the engine asks for; None is for "perhaps".
+def look_inside(interpreter: Interpreter, wrapper: Instance, names: Collection[str]) -> Wrapped:
+    """Whether a model in the wrapper has ``names``, which are what the engine asks for.
 
-    ``whole``: the interface lives in the inner model itself, so a wrapper must not go around it.
+    SGLang's interface lives in the inner model itself, so there a wrapper must not go around it.
     """
+    classes = interpreter.classes
+    whole = classes.source.name == "sglang"
     interpreter.build(wrapper, lenient=True)
     answer = Wrapped("cannot", reason="no model inside it has the interface either")
     for attribute, value in wrapper.attrs.items():
@@ -42,19 +42,25 @@ def look_inside(
         likely = _NAMES.search(attribute)
         if likely and not models and any(isinstance(v, Nothing) for v in options):
             answer = Wrapped("undecided", attribute, "", f"what self.{attribute} holds is chosen at run time")
-        answers = {has_all(model) for model in models}
-        names = " or ".join(dict.fromkeys(model.ref.name for model in models))
+        answers = {has_all(classes, model.ref, names) for model in models}
+        inner = " or ".join(dict.fromkeys(model.ref.name for model in models))
         if answers == {True} and (len(models) == len(options) or UNKNOWN not in options):
-            if not whole or _passed_whole(interpreter.classes, wrapper.ref, attribute):
-                return Wrapped("delegate", attribute, names, models=tuple(models))
+            if not whole or _passed_whole(classes, wrapper.ref, attribute):
+                return Wrapped("delegate", attribute, inner, models=tuple(models))
             answer = Wrapped(
-                "cannot", attribute, names, f"its forward goes around {names}, through self.{attribute}.model"
+                "cannot", attribute, inner, f"its forward goes around {inner}, through self.{attribute}.model"
             )
         elif answers & {True, None} and likely:
-            answer = Wrapped("undecided", attribute, names, f"self.{attribute} is {names} by the config or at run time")
+            answer = Wrapped("undecided", attribute, inner, f"self.{attribute} is {inner} by the config or at run time")
         elif answers and likely and answer.kind == "cannot" and not answer.attribute:
-            answer = Wrapped("cannot", attribute, names, f"{names} inside it has no EAGLE-3 interface either")
+            answer = Wrapped("cannot", attribute, inner, f"{inner} inside it has no EAGLE-3 interface either")
     return answer
+
+
+def has_all(classes: Classes, ref: ClassRef, names: Collection[str]) -> bool | None:
+    """None is for "perhaps"."""
+    found = [classes.find(ref, name) for name in names]
+    return False if None in found else None if any(isinstance(f, Undecided) for f in found) else True
 
 
 def _passed_whole(classes: Classes, ref: ClassRef, attribute: str) -> bool:

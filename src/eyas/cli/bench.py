@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from eyas.bench.benchmark import Benchmark
     from eyas.bench.pairing import Progress, Report
     from eyas.bench.passes import Level, Name, Pair
+    from eyas.bench.profile import Profiled
     from eyas.bench.sides import Side
     from eyas.bench.workload import Workload
     from eyas.bridges.launch import Asked
@@ -193,6 +194,14 @@ def bench(
             help="Both at once, or relaunched in turn, each round in a launch of its own. Default: at once on a CPU.",
         ),
     ] = None,
+    profile: Annotated[
+        bool,
+        _launched(
+            "--profile",
+            help="When all is measured, launch each side once more and show where the time of a decode step goes, from "
+            "the engine's own profiler.",
+        ),
+    ] = False,
     concurrency: Annotated[
         str | None,
         _load(metavar="N,N,...", help="Requests kept running.", show_default=f"{ENDPOINTS_AT}; TARGET: to 32"),
@@ -267,6 +276,11 @@ def bench(
         *servers.conflicts(target, drafter, launches=launches, embedded=embedded),
         *launched.conflicts(target, context.args, engine, loading),
         (side_by_side is not None and not launches, "--side-by-side and --one-at-a-time are for --engine."),
+        (
+            profile and not launches,
+            "--profile is for --engine vllm or sglang: servers that run have no profiler at hand.",
+        ),
+        (profile and request_rate, "--profile looks at so many requests at a time: it needs --concurrency."),
         (concurrency and request_rate, "--concurrency and --request-rate exclude each other."),
         *load.conflicts(rounds),
         (not 0 < min_speedup < 100, f"--min-speedup must be between 0 and 100, got {min_speedup}."),
@@ -290,12 +304,13 @@ def bench(
     journal.check(where.with_suffix(".jsonl"), resume)  # before anything is loaded
     seeded, blocks = seed is not None and load.temperature > 0, False
     sides: Mapping[Name, Side]
+    profiled: Sequence[Profiled] = ()
     if target is None or chosen is None:
         sides = servers.sides(sampling, seeded)
     elif launches:
         from eyas.bench.launched import both
 
-        sides, blocks = both(
+        pair, blocks = both(
             launched.asked(target, chosen, context.args),
             shape.shape(),
             sampling,
@@ -306,6 +321,11 @@ def bench(
             completions=servers.completions,
             seeded=seeded,
         )
+        sides = pair
+        if profile:
+            from eyas.bench.profile import prepared
+
+            profiled = prepared(pair, where)
     else:
         sides = sides_of(loading.load(target, chosen, shape.shape(), engine, debug=debug), chosen, sampling)
     benchmark = Benchmark(
@@ -318,7 +338,8 @@ def bench(
         provenance(sys.argv),
         training_seconds(Path(chosen)) if chosen and Path(chosen).is_dir() else None,
     )
-    finish(run(benchmark), where, report, form)
+    made = run(benchmark)
+    finish(with_profiles(made, profiled, benchmark) if profiled else made, where, report, form)
 
 
 # What is asked for
@@ -370,6 +391,27 @@ def run(benchmark: Benchmark) -> dict[str, Any]:
         if benchmark.journal.exists():
             notice(f"what was measured is kept: --resume --out {benchmark.out} goes on.")
         raise typer.Exit(INTERRUPTED) from None
+
+
+def with_profiles(made: dict[str, Any], profiled: Sequence[Profiled], benchmark: Benchmark) -> dict[str, Any]:
+    """The results and, of the least and the most that was asked at once, where the time of a step goes; saved again."""
+    import asyncio
+    import json
+
+    from eyas.bench.benchmark import write
+    from eyas.bench.profile import profiles
+
+    plan = benchmark.plan
+    ends = list(dict.fromkeys((plan.levels[0], plan.levels[-1])))
+    try:
+        with following() as report:
+            found, notes = asyncio.run(profiles(profiled, benchmark.workload, ends, plan.sampling, report))
+    except KeyboardInterrupt:
+        notice(f"the results are kept, without profiles: eyas bench --show {benchmark.out} shows them.")
+        raise typer.Exit(INTERRUPTED) from None
+    made = {**made, "profile": found, "notes": [*made["notes"], *notes]}
+    write(benchmark.out, json.dumps(made, indent=1) + "\n")
+    return made
 
 
 @contextmanager
@@ -458,6 +500,9 @@ def show_text(made: Mapping[str, Any], where: Path) -> None:
     out.print(clean(verdict["sentence"]))
     out.print(as_table("", [[row[n] for n in SHOWN] for row in report.cells(made)]))
     out.print(as_table("Latency in ms, p50 / p90 / p99", report.latency_cells(made)))
+    if (profile := report.profile_cells(made))[1:]:
+        out.print(as_table("Where the time of a step goes", profile))
+        out.print(clean(report.profile_note(made)))
     for name, value in report.headline(made)[1:]:
         out.print(clean(f"{name}: {value}"))
     out.print(clean(made["agreement"]["sentence"]))

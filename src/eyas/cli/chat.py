@@ -10,11 +10,11 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from eyas.cli.console import error_line
-from eyas.cli.printer import Printer
 from eyas.cli.prompts import Asking, stdin_is_terminal
 from eyas.core import EyasError, SamplingParams
 
 if TYPE_CHECKING:
+    from eyas.cli.printer import Printer
     from eyas.engine.llm import LLM
     from eyas.engine.sequence import Output
 

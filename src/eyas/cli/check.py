@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from eyas.cli.console import counted
+from eyas.cli.console import clean, counted
 from eyas.cli.options import Debug, Json
+from eyas.cli.records import print_json
+from eyas.cli.tables import grid, page
 from eyas.core import UsageError
 
 if TYPE_CHECKING:
     from eyas.bridges.code.source import EngineSource
     from eyas.drafter.inspect import DrafterReport
 
-WIDTH = 100
 DIALECTS = {"eagle": "official EAGLE", "sglang": "SGLang, SpecForge", "vllm": "vLLM speculators"}
 
 
@@ -48,7 +49,6 @@ def check(
     source, its consequence and a fix. The engine's own flags go behind --. Exits with 1 where something is wrong.
 
     Examples:
-
     eyas check ./my-drafter
 
     eyas check ./my-model --drafter ./my-drafter --engine sglang --engine-path ./sglang.whl
@@ -74,8 +74,6 @@ def _drafter(path: Path, as_json: bool) -> None:
 
     report = describe(path)
     if as_json:
-        from eyas.cli.records import print_json
-
         print_json(as_record(report))
     else:
         show(report)
@@ -95,8 +93,6 @@ def _fit(
     source = None if engine == "local" else open_source(engine, engine_path)
     report = check_pair(target, drafter, source, read_flags(arguments))
     if as_json:
-        from eyas.cli.records import print_json
-
         print_json(report_record(report))
     else:
         show_report(report)
@@ -113,8 +109,6 @@ def _matrix(path: str | None, engine: str | None, engine_path: Path | None, as_j
     source = open_source(engine, engine_path)
     rows = matrix(source)
     if as_json:
-        from eyas.cli.records import print_json
-
         print_json(matrix_record(source, rows))
     else:
         show_matrix(source, rows)
@@ -135,12 +129,8 @@ def as_record(report: DrafterReport) -> dict[str, Any]:
 def show(report: DrafterReport) -> None:
     from rich.text import Text
 
-    from eyas.cli.console import clean, console
-    from eyas.cli.render import grid
-
-    out = console()
-    out.width = min(out.width, WIDTH)
-    rows: list[tuple[str, str | Text]] = [(name, Text(clean(value))) for name, value in facts(report)]
+    out = page()
+    rows: list[tuple[str, str | Text]] = [*facts(report)]
     rows += [("odd" if n == 0 else "", Text(clean(note), "yellow")) for n, note in enumerate(report.odd)]
     rows += [("problems" if n == 0 else "", Text(clean(note), "red")) for n, note in enumerate(shown(report.problems))]
     loads = Text("no: see problems", "bold red") if report.problems else Text("yes", "bold green")
@@ -189,7 +179,7 @@ def norms(report: DrafterReport) -> str:
     return f"RMSNorm, eps {c.rms_norm_eps:g}; {', '.join(extra) or 'none beyond the standard ones'}"
 
 
-def shown(problems: Sequence[str], most: int = 12, width: int = 600) -> list[str]:
+def shown(problems: Sequence[str]) -> list[str]:
     """What fits a screen; ``--json`` has all of it."""
-    more = [f"and {len(problems) - most} more"] if len(problems) > most else []
-    return [problem if len(problem) <= width else problem[:width] + " ..." for problem in problems[:most]] + more
+    more = [f"and {len(problems) - 12} more"] if len(problems) > 12 else []
+    return [problem if len(problem) <= 600 else problem[:600] + " ..." for problem in problems[:12]] + more

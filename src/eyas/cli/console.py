@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from eyas.target.smollm2 import Report
+    from eyas.progress import Report
 
 INTERRUPTED = 130  # the exit code of what Ctrl-C ended
 # What could move the cursor, set colours or rename the window: models and checkpoints are not to be trusted with it.
@@ -33,24 +33,22 @@ def counted(number: int, noun: str) -> str:
 
 
 def error_line(message: str) -> None:
-    _line("error: ", "bold red", message)
-
-
-def notice(message: str) -> None:
-    _line("note: ", "bold yellow", message)
-
-
-def _line(label: str, style: str, message: str) -> None:
     from rich.text import Text
 
     err = console(stderr=True)  # wrapped at words on a terminal, one line for whoever searches a log
-    err.print(Text.assemble((label, style), clean(message)), soft_wrap=not err.is_terminal)
+    err.print(Text.assemble(("error: ", "bold red"), clean(message)), soft_wrap=not err.is_terminal)
+
+
+def notice(message: str) -> None:
+    from eyas.progress import note
+
+    note(clean(message))
 
 
 @contextmanager
 def progress(what: str, always: bool = True) -> Iterator[Report]:
     """On a terminal a spinner with the time; elsewhere a line per step, or nothing unless ``always``."""
-    from eyas.target.smollm2 import on_stderr
+    from eyas.progress import on_stderr
 
     if not always and not console(stderr=True).is_terminal:
         yield lambda what, done: None

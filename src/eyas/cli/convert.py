@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from eyas.cli.console import clean
 from eyas.cli.options import Debug, Json
+from eyas.cli.records import print_json
+from eyas.cli.tables import grid, page
 
 if TYPE_CHECKING:
     from eyas.drafter.convert import Conversion
-
-WIDTH = 100
 
 
 def convert(
@@ -43,16 +44,14 @@ def convert(
 
     eyas convert ./my-drafter ./for-vllm --to vllm --target ./my-model
     """
+    from eyas.bridges.code.source import open_engine
     from eyas.drafter.convert import convert as do
-    from eyas.drafter.engines import source_reader
     from eyas.drafter.verifier import Verifier
 
     verifier = Verifier.read(target) if target else None
-    engine = source_reader(engine_path) if engine_path else None
+    engine = open_engine(to, engine_path).find if engine_path else None
     done = do(drafter, to, out, target=verifier, engine=engine, force=force)
     if as_json:
-        from eyas.cli.records import print_json
-
         print_json(as_record(done))
     else:
         show(done)
@@ -66,15 +65,12 @@ def show(done: Conversion) -> None:
     from rich.text import Text
 
     from eyas.cli.check import DIALECTS
-    from eyas.cli.console import clean, console
-    from eyas.cli.render import grid
 
-    out = console()
-    out.width = min(out.width, WIDTH)
+    out = page()
     before, after = (DIALECTS[dialect] for dialect in done.dialects)
     rows: list[tuple[str, str | Text]] = [
-        ("converted", Text(clean(f"{done.source} ({before})"))),
-        ("to", Text(clean(f"{done.out} ({after})"))),
+        ("converted", f"{done.source} ({before})"),
+        ("to", f"{done.out} ({after})"),
         ("weights", f"{done.tensors} tensors, {done.nbytes / 1e6:,.1f} MB, every bit as it was"),
     ]
     rows += [("note" if n == 0 else "", Text(clean(note), "yellow")) for n, note in enumerate(done.notes)]

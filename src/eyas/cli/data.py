@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eyas.cli.console import notice, progress
-from eyas.cli.options import Debug, EngineFlags, Json, LoadingFlags, refuse, spread
+from eyas.cli.console import clean, console, counted, notice, progress, quiet_libraries
+from eyas.cli.options import Debug, EngineFlags, Json, LoadingFlags, Target, numbers, refuse, spread
+from eyas.cli.records import print_json
+from eyas.cli.tables import grid
 from eyas.core import UsageError
 
 if TYPE_CHECKING:
@@ -33,9 +35,7 @@ _server: Callable[..., Any] = partial(typer.Option, rich_help_panel="Server")
 
 @spread
 def data(
-    target: Annotated[
-        str, typer.Argument(help="A model folder, a Hugging Face id, a GGUF file, or smollm2.", show_default=False)
-    ],
+    target: Target,
     *,
     out: Annotated[
         Path, typer.Option("--out", "-o", help="The folder to write, or to go on with.", show_default=False)
@@ -108,7 +108,6 @@ def data(
     Whatever stops it, the same command goes on where it was.
 
     Examples:
-
     eyas data smollm2 --out ./data --conversations 5000
 
     eyas data ./my-model --out ./data --prompts chats.jsonl --endpoint http://127.0.0.1:30000
@@ -143,8 +142,8 @@ def data(
         systems=tuple(system) if system else None,
         template=as_object(chat_template_kwargs),
         settings=Settings(
-            temperatures=numbers("--temperatures", temperatures),
-            prompt_temperatures=numbers("--prompt-temperatures", prompt_temperatures),
+            temperatures=numbers("--temperatures", temperatures, float),
+            prompt_temperatures=numbers("--prompt-temperatures", prompt_temperatures, float),
             top_p=top_p,
             max_answer_tokens=max_answer_tokens,
             max_prompt_tokens=max_prompt_tokens,
@@ -199,7 +198,6 @@ def in_process(target: str, wanted: Commission, engine: EngineFlags, loading: Lo
 
 
 def describe(target: str, trust_remote_code: bool) -> Described:
-    from eyas.cli.console import quiet_libraries
     from eyas.training.commission import Described
 
     quiet_libraries()
@@ -210,8 +208,6 @@ class Reporter:
     """How far it is: once a second at a terminal, twice a minute elsewhere."""
 
     def __init__(self, report: Any, wanted: int | None):
-        from eyas.cli.console import console
-
         self._report, self._wanted = report, wanted
         self._every = 1.0 if console(stderr=True).is_terminal else 30.0
         self._begin = self._last = time.monotonic()
@@ -246,13 +242,6 @@ def read_topics(file: Path) -> tuple[str, ...]:
     return tuple(line for line in lines if line)
 
 
-def numbers(flag: str, text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise UsageError(f"{flag} takes numbers with commas between them, got {text!r}.") from None
-
-
 def as_object(text: str | None) -> dict[str, Any]:
     try:
         content = json.loads(text or "{}")
@@ -281,14 +270,10 @@ def show_samples(target: str, folder: Path, number: int, trust_remote_code: bool
 def show_row(found: Dataset, index: int, tokenizer: Any, as_json: bool) -> None:
     row = found[index]
     if as_json:
-        from eyas.cli.records import print_json
-
         pieces = [{"text": tokenizer.decode(ids), "loss": loss} for ids, loss in pieces_of(row)]
         print_json({"row": index, "source": row.source, "provenance": row.provenance, "pieces": pieces})
         return
     from rich.text import Text
-
-    from eyas.cli.console import clean, console, counted
 
     out = console()
     facts = ", ".join(f"{key} {value}" for key, value in row.provenance.items() if key != "prompt")
@@ -305,8 +290,6 @@ def show_row(found: Dataset, index: int, tokenizer: Any, as_json: bool) -> None:
 def tinted(row: Row, tokenizer: Any, plain: bool) -> Text:
     """What the target wrote in green; in brackets where there are no colours."""
     from rich.text import Text
-
-    from eyas.cli.console import clean
 
     text = Text()
     for ids, loss in pieces_of(row):
@@ -331,12 +314,8 @@ def show_statistics(found: Dataset, as_json: bool) -> None:
     manifest = found.manifest
     figures = manifest.diversity or diversity(found)
     if as_json:
-        from eyas.cli.records import print_json
-
         print_json(asdict(manifest) | {"diversity": figures, "folder": str(found.folder)})
         return
-    from eyas.cli.console import clean, console
-    from eyas.cli.render import grid
 
     rows = [
         ("data", f"{found.folder}{'' if manifest.complete else ' (unfinished)'}"),
@@ -349,4 +328,4 @@ def show_statistics(found: Dataset, as_json: bool) -> None:
         if isinstance(value, dict):
             value = ", ".join(f"{key} {figure}" for key, figure in value.items())
         rows.append((name.replace("_", " "), str(value)))
-    console().print(grid([(name, clean(value)) for name, value in rows]))
+    console().print(grid(rows))

@@ -11,26 +11,34 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from eyas.cli.console import notice, progress
-from eyas.cli.options import OUTPUT, Debug, EngineFlags, Json, LoadingFlags, ShapeFlags, refuse, spread
+from eyas.cli.options import (
+    OUTPUT,
+    Debug,
+    EngineFlags,
+    Json,
+    LoadingFlags,
+    ShapeFlags,
+    Target,
+    numbers,
+    refuse,
+    spread,
+)
+from eyas.cli.records import print_json
+from eyas.cli.tables import Cells, as_table, page, print_markdown
 from eyas.core import DraftShape, SamplingParams, UsageError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from eyas.engine.llm import LLM
     from eyas.training.evaluation import Checked, Evaluator, Measured, Prompts
     from eyas.training.simulate import Simulated
 
-WIDTH = 100
 SMALLEST = 2  # tokens: the context of an engine that only loads the pair
 _simulation: Callable[..., Any] = partial(typer.Option, rich_help_panel="Simulation of other draft shapes")
 
 
 @spread
 def evaluate(
-    target: Annotated[
-        str, typer.Argument(help="A model folder, a Hugging Face id, a GGUF file, or smollm2.", show_default=False)
-    ],
+    target: Target,
     drafter: Annotated[
         str | None,
         typer.Argument(
@@ -82,14 +90,13 @@ def evaluate(
     over the same answers: chains exactly, trees closely.
 
     Examples:
-
     eyas eval smollm2 ./my-drafter
 
     eyas eval ./my-model ./my-drafter --prompts chats.jsonl --temperature 0 --speculative-num-steps 3
 
     eyas eval smollm2 ./my-drafter --topk 1,4 --check 3
     """
-    temperatures = decimals(temperature)
+    temperatures = numbers("--temperature", temperature, float)
     samplings = [SamplingParams(temperature=t, seed=seed, max_tokens=max_tokens) for t in temperatures]
     drawn = shape.shape() or DraftShape()
     shapes = grid_of(steps, topk, draft_tokens) if not no_simulate else []
@@ -108,8 +115,6 @@ def evaluate(
         simulated = evaluator.simulate(results[0][1], shapes) if shapes else []
         checked = evaluator.check(simulated, check, samplings[0]) if check else []
     if as_json:
-        from eyas.cli.records import print_json
-
         for record in records(measured, simulated, checked, samplings[0]):
             print_json(record)
     else:
@@ -160,27 +165,10 @@ def grid_of(steps: str, topk: str, draft_tokens: str) -> list[DraftShape]:
     from eyas.speculation.cost import grid
 
     named = {"--steps": steps, "--topk": topk, "--draft-tokens": draft_tokens}
-    shapes = grid(*(counts(flag, text) for flag, text in named.items()))
+    shapes = grid(*(numbers(flag, text, int, above=0) for flag, text in named.items()))
     if not shapes:
         raise UsageError("--steps, --topk and --draft-tokens leave no draft shape: --draft-tokens counts the root.")
     return shapes
-
-
-def decimals(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise UsageError(f"--temperature takes numbers with commas between them, got {text!r}.") from None
-
-
-def counts(flag: str, text: str) -> list[int]:
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = [0]
-    if min(found) < 1:
-        raise UsageError(f"{flag} takes whole numbers above 0 with commas between them, got {text!r}.")
-    return found
 
 
 # What is shown
@@ -224,24 +212,16 @@ def show(
     first: SamplingParams,
     markdown: bool,
 ) -> None:
-    from eyas.cli.console import console
-
-    out = console()
-    out.width = min(out.width, WIDTH)
     how = "greedy" if first.greedy else f"temperature {first.temperature:g}"
     tables = [("Acceptance, measured", measured_cells(measured))]
     if simulated:
         tables.append((f"Acceptance length of other draft shapes by steps, simulated ({how})", grid_cells(simulated)))
     if checked:
         tables.append((f"The simulation against real runs ({how})", checked_cells(checked)))
+    if markdown:
+        return print_markdown(tables)
     for title, cells in tables:
-        if markdown:
-            print(f"### {title}\n\n{as_markdown(cells)}\n")
-        else:
-            out.print(as_table(title, cells))
-
-
-Cells = list[list[str]]  # the first row is the header's
+        page().print(as_table(title, cells))
 
 
 def measured_cells(measured: Sequence[Measured]) -> Cells:
@@ -279,23 +259,3 @@ def checked_cells(checked: Sequence[Checked]) -> Cells:
         sizes = [str(n) for n in (shape.num_steps, shape.eagle_topk, shape.num_draft_tokens)]
         rows.append([*sizes, f"{simulated:.3f}", f"{both.real.acceptance_length:.3f}", f"{both.off:+.1%}"])
     return [["steps", "top-k", "draft tokens", "simulated", "real", "off"], *rows]
-
-
-def as_table(title: str, cells: Cells) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    from eyas.cli.console import clean
-
-    table = Table(title=Text(title, "bold"), title_justify="left")
-    for number, name in enumerate(cells[0]):
-        table.add_column(name, justify="right" if number else "left")
-    for row in cells[1:]:
-        table.add_row(*(clean(cell) for cell in row))
-    return table
-
-
-def as_markdown(cells: Cells) -> str:
-    from eyas.bench.report import markdown_table
-
-    return markdown_table(cells)

@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from eyas.cli.console import clean
+from eyas.cli.tables import grid, page
+
 if TYPE_CHECKING:
     from rich.text import Text
 
@@ -13,7 +16,6 @@ if TYPE_CHECKING:
     from eyas.bridges.matrix import Row
     from eyas.bridges.report import Problem, Report
 
-WIDTH = 100
 STYLES = {"fails": "bold red", "silent": "red", "undecided": "yellow", "note": "dim"}
 STATUSES = {
     "ready": ("ready", "green"),
@@ -26,14 +28,10 @@ STATUSES = {
 def show_report(report: Report) -> None:
     from rich.text import Text
 
-    from eyas.cli.console import clean, console
-    from eyas.cli.render import grid
-
-    out = console()
-    out.width = min(out.width, WIDTH)
+    out = page()
     names = [("engine", report.engine), ("target", report.target), ("drafter", report.drafter)]
     known = [(fact.name, fact.value) for fact in report.facts]
-    out.print(grid([(name, Text(clean(value))) for name, value in [*names, *known]]))
+    out.print(grid([*names, *known]))
     if report.problems:
         out.print()
         out.print(grid([(problem.severity, problem_text(problem)) for problem in report.problems]))
@@ -43,8 +41,6 @@ def show_report(report: Report) -> None:
 
 def problem_text(problem: Problem) -> Text:
     from rich.text import Text
-
-    from eyas.cli.console import clean
 
     text = Text(clean(problem.evidence), STYLES[problem.severity])
     text.append(f"\n=> {clean(problem.consequence)}", "default")
@@ -58,10 +54,7 @@ def show_matrix(source: EngineSource, rows: Sequence[Row]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from eyas.cli.console import clean, console
-
-    out = console()
-    out.width = min(out.width, WIDTH)
+    out = page()
     table = Table(title=f"EAGLE-3 targets of {source.label}", expand=True)
     for name in ("architecture", "status", "why"):
         table.add_column(name, overflow="fold")

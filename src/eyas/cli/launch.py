@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal
 
 import typer
 
-from eyas.cli.console import clean, console, error_line, notice
-from eyas.cli.options import Debug, Json
+from eyas.cli.console import clean, console, error_line, notice, progress
+from eyas.cli.options import Debug, EnginePython, Json
+from eyas.cli.records import print_json
 from eyas.core import UsageError
 
 if TYPE_CHECKING:
@@ -33,10 +34,7 @@ def launch(
     target: Annotated[str, typer.Argument(help="The target's folder, or smollm2.", show_default=False)],
     drafter: Annotated[Path, typer.Option(help="The drafter's folder or weights file.", show_default=False)],
     engine: Annotated[Literal["sglang", "vllm"], typer.Option(help="Who is to run the pair.", show_default=False)],
-    engine_python: Annotated[
-        Path | None,
-        typer.Option(help="The engine's environment, or its Python. Default: where Eyas itself is installed."),
-    ] = None,
+    engine_python: EnginePython = None,
     log: Annotated[
         Path | None, typer.Option(help="Append the engine's log to this file instead of showing it.")
     ] = None,
@@ -60,7 +58,6 @@ def launch(
     a diagnosis where it does not start.
 
     Examples:
-
     eyas launch --engine vllm ./my-model --drafter ./my-drafter --port 8001 --spec-tokens 4
 
     eyas launch --engine sglang ./Kimi-K2.5 --drafter ./my-drafter --tp 8 --engine-python ~/sglang-env --log server.log
@@ -131,8 +128,6 @@ class _Terminal:
         self._bars: Progress | None = None
 
     def waiting(self, what: str) -> Any:
-        from eyas.cli.console import progress
-
         return progress(what, always=False)
 
     def unfit(self, report: Report) -> None:
@@ -249,8 +244,6 @@ class _Json:
 
 
 def _emit(event: str, **record: Any) -> None:
-    from eyas.cli.records import print_json
-
     print_json({"event": event, **record})
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -22,6 +24,13 @@ _shape: Callable[..., Any] = partial(typer.Option, rich_help_panel="Draft shape,
 _engine: Callable[..., Any] = partial(typer.Option, rich_help_panel="Engine")
 _loading: Callable[..., Any] = partial(typer.Option, rich_help_panel="Loading")
 
+Target = Annotated[
+    str, typer.Argument(help="A model folder, a Hugging Face id, a GGUF file, or smollm2.", show_default=False)
+]
+EnginePython = Annotated[
+    Path | None,
+    typer.Option(help="The engine's environment, or its Python. Default: where Eyas itself is installed."),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks, and what the libraries underneath say.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object a line, for machines.", rich_help_panel=OUTPUT)]
 
@@ -152,6 +161,12 @@ class LoadingFlags:
         ),
     ] = None
 
+    @property
+    def layer_ids(self) -> tuple[int, ...] | None:
+        if self.drafter_layer_ids is None:
+            return None
+        return numbers("--drafter-layer-ids", self.drafter_layer_ids, int)
+
     def load(
         self,
         target: str,
@@ -166,7 +181,7 @@ class LoadingFlags:
         from eyas.drafter.inspect import check_drafter
         from eyas.target.smollm2 import smollm2_folder
 
-        layer_ids = numbers(self.drafter_layer_ids) if self.drafter_layer_ids is not None else None
+        layer_ids = self.layer_ids
         if drafter not in (None, "untrained"):
             check_drafter(drafter)  # before torch, which takes seconds to import
         with progress(f"loading {target}") as report:
@@ -185,11 +200,19 @@ class LoadingFlags:
             return llm
 
 
-def numbers(text: str) -> list[int]:
+Number = TypeVar("Number", int, float)
+
+
+def numbers(flag: str, text: str, kind: type[Number], above: float = -math.inf) -> tuple[Number, ...]:
+    """What stands between commas. Raises UsageError for anything else."""
     try:
-        return [int(part) for part in text.split(",")]
+        found = tuple(kind(part) for part in text.split(","))
     except ValueError:
-        raise UsageError(f"--drafter-layer-ids takes numbers with commas between them, got {text!r}.") from None
+        found = ()
+    if not found or not all(number > above for number in found):
+        what = "numbers" if above == -math.inf else f"{'whole ' if kind is int else ''}numbers above {above:g}"
+        raise UsageError(f"{flag} takes {what} with commas between them, got {text!r}.")
+    return found
 
 
 def spread(verb: Callable[..., None]) -> Callable[..., None]:

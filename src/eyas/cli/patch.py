@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from eyas.cli.check import open_source
-from eyas.cli.console import notice
+from eyas.cli.console import clean, console, notice
 from eyas.cli.options import Debug, Json
+from eyas.cli.records import print_json
 from eyas.core import EyasError, UsageError
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ def patch(
     is the better way wherever it can be used. The originals stay next to the files, for --revert.
 
     Examples:
-
     eyas patch ./Kimi-K2.5 --engine sglang
 
     eyas patch ./Kimi-K2.5 --engine sglang --engine-path ./venv --drafter ./my-drafter --yes
@@ -81,8 +81,6 @@ def _patch(
     bridge.apply(edits)
     report = _verified(source, target, drafter, engine_path, edits)
     if as_json:
-        from eyas.cli.records import print_json
-
         print_json(as_record(source, edits, report))
     else:
         print(f"patched and checked: {', '.join(str(edit.file) for edit in edits)}")
@@ -141,8 +139,6 @@ def _revert(source: EngineSource, as_json: bool) -> None:
         raise UsageError(f"{source.label} at {source.place} is not patched: there is nothing to revert")
     bridge.revert(files)
     if as_json:
-        from eyas.cli.records import print_json
-
         print_json({"restored": [str(file) for file in files]})
     else:
         for file in files:
@@ -151,8 +147,6 @@ def _revert(source: EngineSource, as_json: bool) -> None:
 
 def show(edits: Sequence[Edit]) -> None:
     from rich.text import Text
-
-    from eyas.cli.console import clean, console
 
     out = console()
     styles = {"+": "green", "-": "red", "@": "cyan"}

@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from eyas.cli.eval import Cells, as_markdown, as_table, counts, grid_of
-from eyas.cli.options import OUTPUT, Debug, Json, refuse
-from eyas.core import DraftShape, UsageError
+from eyas.cli.console import clean
+from eyas.cli.eval import grid_of
+from eyas.cli.options import OUTPUT, Debug, Json, numbers, refuse
+from eyas.cli.records import print_json
+from eyas.cli.tables import Cells, as_table, grid, page, print_markdown
+from eyas.core import DraftShape
 
 if TYPE_CHECKING:
     from eyas.bench.plan import Plan, Point
     from eyas.bench.roofline import Split
     from eyas.speculation.cost import AcceptanceRates
 
-WIDTH = 100
 _machine: Callable[..., Any] = partial(typer.Option, rich_help_panel="Machine")
 _load: Callable[..., Any] = partial(typer.Option, rich_help_panel="Load")
 _drafts: Callable[..., Any] = partial(typer.Option, rich_help_panel="Drafts")
@@ -82,7 +84,6 @@ def plan(
     Nothing is loaded and no GPU is needed. How far predictions were from published measurements is in docs/plan.md.
 
     Examples:
-
     eyas plan ./my-model --hardware h100-sxm --acceptance 0.75,0.65,0.6
 
     eyas plan ./config.json --hardware rtx-pro-6000 --gpus 8 --steps 3 --acceptance-length 2.6
@@ -108,7 +109,7 @@ def plan(
         hardware=machine.only(all_reduce) if all_reduce is not None else machine,
         gpus=gpus,
         context=context,
-        concurrency=tuple(counts("--concurrency", concurrency)),
+        concurrency=numbers("--concurrency", concurrency, int, above=0),
         shapes=shapes,
         rates=rates_of(acceptance, acceptance_length, shapes),
         quantization=quantization,
@@ -116,8 +117,6 @@ def plan(
     )
     found = predict(question)
     if as_json:
-        from eyas.cli.records import print_json
-
         for record in records(found):
             print_json(record)
     else:
@@ -131,11 +130,7 @@ def rates_of(acceptance: str | None, length: float | None, shapes: tuple[DraftSh
         return rates_of_length(length, shapes)
     if acceptance is None:
         return None
-    try:
-        rates = [float(part) for part in acceptance.split(",")]
-    except ValueError:
-        raise UsageError(f"--acceptance takes rates with commas between them, got {acceptance!r}.") from None
-    return rates_by_position(rates, max(shape.eagle_topk for shape in shapes))
+    return rates_by_position(numbers("--acceptance", acceptance, float), max(shape.eagle_topk for shape in shapes))
 
 
 # What is shown
@@ -175,18 +170,13 @@ def records(found: Plan) -> Iterator[dict[str, Any]]:
 def show(found: Plan, markdown: bool) -> None:
     from rich.text import Text
 
-    from eyas.cli.console import clean, console
-    from eyas.cli.render import grid
-
-    out = console()
-    out.width = min(out.width, WIDTH)
+    out = page()
     tables = [("Speculation", speculation_cells(found)), ("Step times, ms", step_cells(found))]
     if markdown:
-        for title, cells in tables:
-            print(f"### {title}\n\n{as_markdown(cells)}\n")
+        print_markdown(tables)
         print("\n".join(f"* {note}" for note in found.notes()))
         return
-    out.print(grid([(name, Text(clean(value))) for name, value in described(found)]))
+    out.print(grid(described(found)))
     for title, cells in tables:
         out.print(as_table(title, cells))
     out.print(grid([("verdict", Text(verdict(found), "bold"))]))

@@ -1,36 +1,22 @@
-"""What every way of printing answers can do."""
+"""Who shows answers: a terminal, or JSON lines, with the same methods."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, TypeAlias
 
 from eyas.cli.console import progress
 from eyas.core import Request
 
 if TYPE_CHECKING:
-    from eyas.engine.llm import Completion
-    from eyas.engine.lossless import Comparison
+    from eyas.cli.records import JsonLines
+    from eyas.cli.render import Terminal
     from eyas.engine.sequence import Output
 
+    Printer: TypeAlias = Terminal | JsonLines
+
 Listen = Callable[["Output"], None]
-
-
-class Printer(Protocol):
-    def following(self, request: Request) -> AbstractContextManager[Listen]:
-        """Whoever hears an answer's outputs as they come."""
-
-    def answer(self, text: str, request: Request, completion: Completion) -> None:
-        """The answer to ``text`` is complete."""
-
-    def stopped(self, text: str, answer: str) -> None:
-        """The answer to ``text`` was stopped when it had got as far as ``answer``."""
-
-    def comparison(self, place: tuple[int, int], text: str, comparison: Comparison) -> None:
-        """``text``, number ``place[0]`` of ``place[1]``, was decoded both ways."""
-
-    def total(self, texts: Sequence[str], comparisons: Sequence[Comparison]) -> None: ...
 
 
 @contextmanager

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from eyas.cli.console import notice, progress
-from eyas.cli.options import Debug, EngineFlags, Json, LoadingFlags, refuse, spread
+from eyas.cli.console import clean, counted, notice, progress
+from eyas.cli.eval import SMALLEST, numbers_of, read_prompts
+from eyas.cli.options import Debug, EngineFlags, EnginePython, Json, LoadingFlags, refuse, spread
+from eyas.cli.records import print_json
+from eyas.cli.tables import as_table, page
 from eyas.core import UsageError
 
 if TYPE_CHECKING:
@@ -19,8 +22,6 @@ if TYPE_CHECKING:
     from eyas.bridges.trace import Comparison, Trace
     from eyas.engine.llm import LLM
 
-WIDTH = 100
-SMALLEST = 2  # tokens: the context of an engine that only loads the target
 SETTINGS = {"allow_extra_args": True}
 
 
@@ -36,10 +37,7 @@ def probe(
         Literal["local", "vllm", "sglang"],
         typer.Option(help="Whose drafts to look at; local is Eyas, and tries other readings of the checkpoint only."),
     ] = "local",
-    engine_python: Annotated[
-        Path | None,
-        typer.Option(help="The engine's environment, or its Python. Default: where Eyas itself is installed."),
-    ] = None,
+    engine_python: EnginePython = None,
     reference: Annotated[
         Path | None,
         typer.Option(help="The drafter as it was trained, to compare with. Default: DRAFTER, as it is read best."),
@@ -71,7 +69,6 @@ def probe(
     The engine's own flags go behind --. Exits with 1 where a fault was found.
 
     Examples:
-
     eyas probe smollm2 ./my-drafter
 
     eyas probe ./my-model ./my-drafter --write ./my-drafter-fixed
@@ -126,7 +123,7 @@ def _asked(
 def _check_files(drafter: Path, reference: Path | None, write: Path | None, force: bool) -> None:
     from eyas.bridges.corrected import FILES
     from eyas.drafter.checkpoint import Checkpoint
-    from eyas.drafter.folder import check_free
+    from eyas.drafter.convert import check_free
     from eyas.drafter.inspect import check_drafter
 
     source = Checkpoint.open(drafter).path
@@ -145,15 +142,12 @@ def _pair(
     llm: LLM, drafter: Path, loading: LoadingFlags, files: Sequence[Path] | None, limit: int
 ) -> tuple[Pair, list[list[int]]]:
     from eyas.bridges.probe import Pair
-    from eyas.cli.eval import read_prompts
-    from eyas.cli.options import numbers
 
-    ids = tuple(numbers(loading.drafter_layer_ids)) if loading.drafter_layer_ids is not None else None
     found = read_prompts(llm, files, None, limit)
     for why, count in found.left_out.items():
         notice(f"prompts left out: {count}, {why}.")
     prompts = [prompt for task in found.by_task.values() for prompt in task]
-    return Pair(llm.target, drafter, llm.engine.eos_ids, ids), prompts
+    return Pair(llm.target, drafter, llm.engine.eos_ids, loading.layer_ids), prompts
 
 
 def _write(drafter: Path, readings: Readings, out: Path, force: bool) -> str:
@@ -208,14 +202,10 @@ class _Json:
 
 
 def _emit(kind: str, **record: Any) -> None:
-    from eyas.cli.records import print_json
-
     print_json({"kind": kind, **record})
 
 
 def reading_record(measured: Measured) -> dict[str, Any]:
-    from eyas.cli.eval import numbers_of
-
     config = measured.hypothesis.config
     return {
         "name": measured.name,
@@ -230,11 +220,7 @@ def reading_record(measured: Measured) -> dict[str, Any]:
 
 class _Terminal:
     def readings(self, readings: Readings) -> None:
-        from eyas.cli.console import console
-        from eyas.cli.eval import as_table
-
-        out = console()
-        out.width = min(out.width, WIDTH)
+        out = page()
         out.print(as_table("Acceptance by reading of the checkpoint", list(reading_cells(readings.measured))))
         for why in readings.left_out:
             notice(why)
@@ -245,11 +231,7 @@ class _Terminal:
         print(f"wrote {out} ({dialect} dialect)", flush=True)
 
     def comparison(self, comparison: Comparison, trace: Trace, engine: str, fix: str) -> None:
-        from eyas.cli.console import console, counted
-        from eyas.cli.eval import as_table
-
-        out = console()
-        out.width = min(out.width, WIDTH)
+        out = page()
         seen = f"{counted(comparison.steps, 'forward')} of {trace.about.get('class', 'the drafter')}, {trace.dtype}"
         cells = [
             ["stage", "largest typical deviation"],
@@ -272,10 +254,7 @@ class _Terminal:
     def _say(self, label: str, text: str, fix: str) -> None:
         from rich.text import Text
 
-        from eyas.cli.console import clean, console
-
-        out = console()
-        out.width = min(out.width, WIDTH)
+        out = page()
         style = "bold red" if label == "found" else "bold green"
         out.print(Text.assemble((f"{label}: ", style), clean(text)))
         if fix:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from eyas.cli.console import clean, console, counted, notice
 from eyas.cli.printer import Listen, waiting
+from eyas.cli.tables import grid
 from eyas.core import Request
 from eyas.engine.stats import AcceptanceStats
 
@@ -217,13 +218,3 @@ def pooled_speed(completions: Sequence[Completion]) -> float:
 
 def speed(tokens_per_second: float) -> str:
     return f"{tokens_per_second:.1f}" if tokens_per_second else "-"
-
-
-def grid(rows: Sequence[tuple[str, str | Text]], style: str = "") -> Table:
-    """Names and values in two columns."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style=style, no_wrap=True)
-    table.add_column(style=style, overflow="fold")
-    for name, value in rows:
-        table.add_row(name, value)
-    return table

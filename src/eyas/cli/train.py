@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from eyas.cli.console import INTERRUPTED, clean, console, notice, quiet_libraries
-from eyas.cli.options import Debug, Json, spread
+from eyas.cli.console import INTERRUPTED, console, notice, quiet_libraries
+from eyas.cli.options import Debug, Json, Target, spread
+from eyas.cli.records import print_json
+from eyas.cli.tables import grid
 from eyas.training.config import Flag, TrainConfig
 
 if TYPE_CHECKING:
@@ -44,9 +46,7 @@ TrainFlags: Any = _flags()
 
 @spread
 def train(
-    target: Annotated[
-        str, typer.Argument(help="A model folder, a Hugging Face id, a GGUF file, or smollm2.", show_default=False)
-    ],
+    target: Target,
     *,
     data: Annotated[Path, typer.Option(help="What `eyas data` wrote.", show_default=False)],
     out: Annotated[Path, typer.Option(help="The drafter's folder; empty, or new.", show_default=False)],
@@ -63,7 +63,6 @@ def train(
     drafter is measured by real decoding, and the best one is kept.
 
     Examples:
-
     eyas train smollm2 --data ./data --out ./drafter --plan
 
     eyas train smollm2 --data ./data --out ./drafter
@@ -115,7 +114,6 @@ Show = Callable[[Any], None]
 
 @contextmanager
 def records() -> Iterator[Show]:
-    from eyas.cli.records import print_json
     from eyas.training.trainer import Progress
 
     def show(news: Any) -> None:
@@ -171,14 +169,11 @@ def evaluation(news: Evaluated) -> str:
 
 def show_result(done: TrainResult, as_json: bool) -> None:
     if as_json:
-        from eyas.cli.records import print_json
-
         print_json(asdict(done) | {"out": str(done.out), "finished": done.finished})
         return
-    from eyas.cli.render import grid
 
     rows = [
-        ("drafter", clean(str(done.out)) + ("" if done.finished else ", unfinished: --resume goes on")),
+        ("drafter", str(done.out) + ("" if done.finished else ", unfinished: --resume goes on")),
         ("updates", f"{done.step:,} of {done.steps:,}, {done.tokens:,} tokens in {duration(done.seconds)}"),
     ]
     if done.best is not None:
@@ -193,11 +188,8 @@ def show_result(done: TrainResult, as_json: bool) -> None:
 
 def show_plan(planned: Plan, as_json: bool) -> None:
     if as_json:
-        from eyas.cli.records import print_json
-
         print_json(asdict(planned))
         return
-    from eyas.cli.render import grid
 
     p = planned
     rows = [

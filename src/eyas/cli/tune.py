@@ -16,8 +16,10 @@ import typer
 
 from eyas.cli.bench import TARGET, LaunchedFlags, LoadFlags, check_installed, levels_of, most_running
 from eyas.cli.console import INTERRUPTED, clean, console, notice, progress
-from eyas.cli.eval import SMALLEST, Cells, as_table, choose_drafter, grid_of
+from eyas.cli.eval import SMALLEST, choose_drafter, grid_of
 from eyas.cli.options import OUTPUT, Debug, EngineFlags, Json, LoadingFlags, refuse, spread
+from eyas.cli.records import print_json
+from eyas.cli.tables import Cells, as_table
 from eyas.core import DraftShape, SamplingParams
 
 if TYPE_CHECKING:
@@ -76,7 +78,6 @@ def tune(
     not, 3 not shown, 1 failed.
 
     Examples:
-
     eyas tune smollm2 --concurrency 1,8,32
 
     eyas tune ./my-model --drafter ./my-drafter --engine vllm -- --max-model-len 4096
@@ -232,8 +233,6 @@ def write(made: dict[str, Any], folder: Path) -> None:
 
 def show(made: Mapping[str, Any], folder: Path, as_json: bool) -> None:
     if as_json:
-        from eyas.cli.records import print_json
-
         return print_json(made)
     out = console()
     out.width = min(out.width, WIDTH) if out.is_terminal else WIDTH

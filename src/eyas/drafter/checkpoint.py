@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from eyas.core import CheckpointError
+from eyas.files import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +31,7 @@ _SPELLED = {  # torch's and numpy's names in those of safetensors
 _NUMPY = {"BOOL": "?", "U8": "u1", "I32": "<i4", "I64": "<i8"}
 _MAX_HEADER = 100_000_000  # the limit of the safetensors format
 _MOST_SIZES, _MOST_VALUES = 32, 1 << 60  # numpy can count no more, not even beside a size of 0
-MAX_CONFIG = 10_000_000
-_NO_CONFIG = "a drafter needs its config.json beside the weights"
+NO_CONFIG = "a drafter needs its config.json beside the weights"
 _PIECE = 1 << 24  # bytes copied at a time
 _SHOWN = 8  # problems listed in one error: it must fit a screen
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -74,7 +74,7 @@ class Checkpoint:
         if not place.exists():
             raise CheckpointError(f"{place}: no such file; a drafter is a folder with config.json and weights")
         folder = place if place.is_dir() else place.parent
-        config = read_json(folder / "config.json", MAX_CONFIG)
+        config = read_json(folder / "config.json", CheckpointError, NO_CONFIG)
         tensors: dict[str, Tensor] = {}
         pickled: dict[str, torch.Tensor] = {}
         for file in _weight_files(place):
@@ -202,7 +202,7 @@ def _weight_files(place: Path) -> list[Path]:
             raise CheckpointError(f"{place}: expected model.safetensors or pytorch_model.bin, found {found}")
         chosen = known[0] if known else others[0]
     if chosen.name.endswith(".index.json"):
-        shards = read_json(chosen, _MAX_HEADER).get("weight_map")
+        shards = read_json(chosen, CheckpointError, limit=_MAX_HEADER).get("weight_map")
         names = sorted(set(map(str, shards.values()))) if isinstance(shards, dict) else []
         for name in names:
             if Path(name).name != name or not (chosen.parent / name).is_file():
@@ -213,20 +213,6 @@ def _weight_files(place: Path) -> list[Path]:
     if chosen.suffix not in (".safetensors", ".bin"):
         raise CheckpointError(f"{chosen}: expected a .safetensors or .bin file")
     return [chosen]
-
-
-def read_json(file: Path, limit: int, missing: str = _NO_CONFIG) -> dict[str, Any]:
-    if not file.is_file():
-        raise CheckpointError(f"{file}: missing; {missing}")
-    if file.stat().st_size > limit:
-        raise CheckpointError(f"{file}: {file.stat().st_size} bytes is too much for this file")
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file}: expected a JSON object, found {type(content).__name__}")
-    return content
 
 
 def _load_pickled(file: Path) -> dict[str, torch.Tensor]:

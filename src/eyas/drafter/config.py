@@ -49,6 +49,18 @@ class Eagle3Config:
         """A single state of the drafter's own width needs no fusion: SGLang then skips fc and its norms."""
         return self.num_aux * self.target_hidden_size != self.hidden_size
 
+    def mismatches(self, hidden_size: int, vocab_size: int, target: str) -> list[str]:
+        """Why it is not for a target of these sizes. ``target`` and a number read as a sentence."""
+        pairs = {
+            "hidden size": (self.target_hidden_size, hidden_size),
+            "vocabulary size": (self.vocab_size, vocab_size),
+        }
+        return [
+            f"made for a target of {what} {made_for}, {target} {found}: take the drafter of this target"
+            for what, (made_for, found) in pairs.items()
+            if made_for != found
+        ]
+
     def problems(self) -> list[str]:
         """What makes this description impossible, one sentence each."""
         ids = self.aux_layer_ids

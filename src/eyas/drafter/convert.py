@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +16,13 @@ from eyas.drafter.checkpoint import Checkpoint, refusal
 from eyas.drafter.config import Eagle3Config, default_layer_ids
 from eyas.drafter.dialects import MAPS, Reading
 from eyas.drafter.engines import ReadSource
-from eyas.drafter.folder import appearing, check_free
 from eyas.drafter.inspect import odd_layer_ids
 from eyas.drafter.record import Change
 from eyas.drafter.verifier import Verifier
-from eyas.drafter.weights import Entry
+from eyas.drafter.weights import Entry, copied, made
+from eyas.files import whole_folder, write_json
 
 _FILES = ("config.json", "model.safetensors", record.NAME)
-_TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 
@@ -90,7 +87,7 @@ def convert(
     if reasons:
         raise refusal(checkpoint.path, reasons, f"this drafter cannot be written for {dialect}")
     try:
-        with appearing(place) as folder:
+        with whole_folder(place) as folder:
             changes = _write(checkpoint, reading, plan, folder, target)
     except OSError as error:
         raise CheckpointError(f"{place}: cannot be written: {error}") from error
@@ -104,6 +101,22 @@ def convert(
         notes=tuple(_notes(checkpoint, reading, plan.config, target)),
         d2t_sha256=plan.d2t_sha256,
     )
+
+
+def check_free(out: Path, source: Path, force: bool, ours: Collection[str]) -> None:
+    """Raises UsageError where writing ``out`` would lose something: only a folder of the files ``ours`` is replaced."""
+    if source.resolve() == out.resolve() or out.resolve() in source.resolve().parents:
+        raise UsageError(f"{out}: holds the source; name another folder")
+    if not out.is_dir():
+        if out.exists() or out.is_symlink():
+            raise UsageError(f"{out}: exists and is not a folder")
+        return
+    held = sorted(path.name for path in out.iterdir())
+    foreign = [name for name in held if name not in ours]
+    if foreign:
+        raise UsageError(f"{out}: holds {foreign[0]}, which is not of a conversion; empty it or name another folder")
+    if held and not force:
+        raise UsageError(f"{out}: exists already; --force replaces it")
 
 
 def _plan(checkpoint: Checkpoint, reading: Reading, dialect: str, target: Verifier | None) -> _Plan:
@@ -149,18 +162,8 @@ def _maps(checkpoint: Checkpoint, reading: Reading) -> dict[str, np.ndarray[Any,
 
 
 def _entries(checkpoint: Checkpoint, plan: _Plan) -> list[Entry]:
-    copied = [_copied(checkpoint, original, name) for name, original in plan.sources.items()]
-    return copied + [_made(name, values) for name, values in plan.made.items()]
-
-
-def _copied(checkpoint: Checkpoint, original: str, name: str) -> Entry:
-    tensor = checkpoint.tensors[original]
-    return Entry(name, tensor.dtype, tensor.shape, tensor.nbytes, lambda: checkpoint.raw(original))
-
-
-def _made(name: str, values: np.ndarray[Any, Any]) -> Entry:
-    dtype = {"d2t": "I64", "t2d": "BOOL"}[name]
-    return Entry(name, dtype, values.shape, values.nbytes, lambda: [memoryview(values.tobytes())])
+    kept = [copied(checkpoint, original, name) for name, original in plan.sources.items()]
+    return kept + [made(name, values) for name, values in plan.made.items()]
 
 
 def _write(
@@ -168,8 +171,10 @@ def _write(
 ) -> tuple[Change, ...]:
     """Config, weights and record, read again before they are taken for good: engines drop silently, Eyas does not."""
     dialect, entries = plan.config.dialect, _entries(checkpoint, plan)
-    config = writing.config_json(plan.config, dialect, _dtype(entries), _verifier(checkpoint.config, target))
-    _dump(folder / "config.json", record.carried(checkpoint.config, dialect) | config)
+    config = writing.config_json(
+        plan.config, dialect, weights.main_dtype(entries), _verifier(checkpoint.config, target)
+    )
+    write_json(folder / "config.json", record.carried(checkpoint.config, dialect) | config)
     digests = weights.write(folder / "model.safetensors", entries)
     written = Checkpoint.open(folder)
     again = dialects.read(written)
@@ -180,21 +185,8 @@ def _write(
         )
     tensors = {name: record.origin(checkpoint, plan.sources.get(name)) | {"sha256": digests[name]} for name in digests}
     rest = {"tensors": tensors, "dropped": plan.dropped, "d2t_sha256": plan.d2t_sha256}
-    _dump(folder / record.NAME, record.provenance(checkpoint, reading, written, target) | rest)
+    write_json(folder / record.NAME, record.provenance(checkpoint, reading, written, target) | rest)
     return record.changes(checkpoint, reading, written, again)
-
-
-def _dump(file: Path, content: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _dtype(entries: Iterable[Entry]) -> str:
-    """The type of most weights, as engines that cast to one type shall."""
-    sizes: Counter[str] = Counter()
-    for entry in entries:
-        if entry.dtype in _TORCH_NAMES:
-            sizes[entry.dtype] += entry.nbytes
-    return _TORCH_NAMES[sizes.most_common(1)[0][0]]
 
 
 def _verifier(raw: Mapping[str, Any], target: Verifier | None) -> Mapping[str, Any] | None:

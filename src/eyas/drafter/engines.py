@@ -7,9 +7,7 @@ installed version knows loads, and drafts nonsense. Nothing here depends on a ve
 from __future__ import annotations
 
 import re
-import zipfile
 from collections.abc import Callable
-from pathlib import Path
 
 from eyas.core import UsageError
 from eyas.drafter.config import Eagle3Config
@@ -47,30 +45,3 @@ def limits(config: Eagle3Config, dialect: str, read: ReadSource) -> list[str]:
     if config.num_hidden_layers > 1 and not _STACK.search(text):
         found.append(f"{file} of this engine builds one layer, this drafter has {config.num_hidden_layers}")
     return found
-
-
-def source_reader(path: Path) -> ReadSource:
-    """Reads from an installed environment, an unpacked tree or a wheel file. Raises UsageError for anything else."""
-    place = path.expanduser()
-    if place.is_dir():
-        roots = [place, place.parent, place / "python", *sorted(place.glob("lib/python*/site-packages"))]
-
-        def from_folder(file: str) -> str | None:
-            found = [root / file for root in roots if (root / file).is_file()]
-            return found[0].read_text(encoding="utf-8", errors="replace") if found else None
-
-        return from_folder
-    if not place.is_file():
-        raise UsageError(f"{path}: no such file or folder; give an environment, a source tree or a wheel of the engine")
-    try:
-        members = set(zipfile.ZipFile(place).namelist())
-    except (zipfile.BadZipFile, OSError) as error:
-        raise UsageError(f"{path}: not a wheel: {error}") from error
-
-    def from_wheel(file: str) -> str | None:
-        if file not in members:
-            return None
-        with zipfile.ZipFile(place) as wheel:
-            return wheel.read(file).decode("utf-8", errors="replace")
-
-    return from_wheel

@@ -16,6 +16,7 @@ from eyas.drafter import dialects, vocabulary, writing
 from eyas.drafter.checkpoint import Checkpoint, refusal
 from eyas.drafter.config import Eagle3Config, resolve_layer_ids, tensor_shapes
 from eyas.drafter.model import Eagle3Model
+from eyas.files import whole
 
 if TYPE_CHECKING:
     from eyas.target.contract import Eagle3Target
@@ -48,7 +49,7 @@ def load_drafter(
     if aux_layer_ids is not None:
         config = replace(config, aux_layer_ids=tuple(sorted(aux_layer_ids)))
     problems = list(reading.problems)
-    problems += _target_problems(config, target_hidden_size, target_vocab_size)
+    problems += config.mismatches(target_hidden_size, target_vocab_size, "this target's is")
     try:
         config = replace(config, aux_layer_ids=resolve_layer_ids(config, num_target_layers))
     except CheckpointError as error:
@@ -99,24 +100,11 @@ def save(model: Eagle3Model, folder: str | Path, dialect: str = "sglang") -> Non
     tensors = {writing.tensor_name(name, dialect): value for name, value in _split(state, model.config).items()}
     tensors |= {name: torch.from_numpy(values) for name, values in maps.items()}
     place.mkdir(parents=True, exist_ok=True)
-    weights, said = place / ".model.safetensors.part", place / ".config.json.part"
-    said.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_file({name: value.contiguous().clone() for name, value in tensors.items()}, weights, {"format": "pt"})
-    shutil.copymode(said, weights)  # safetensors makes files that nobody else may read
-    weights.replace(place / "model.safetensors")
-    said.replace(place / "config.json")  # last: a folder without it is no drafter yet
-
-
-def _target_problems(config: Eagle3Config, hidden_size: int, vocab_size: int) -> list[str]:
-    pairs = {
-        "hidden size": (config.target_hidden_size, hidden_size),
-        "vocabulary size": (config.vocab_size, vocab_size),
-    }
-    return [
-        f"made for a target of {what} {made_for}, this target's is {found}: take the drafter of this target"
-        for what, (made_for, found) in pairs.items()
-        if made_for != found
-    ]
+    # The config comes last: a folder without it is no drafter yet.
+    with whole(place / "config.json") as said, whole(place / "model.safetensors") as weights:
+        said.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        save_file({name: value.contiguous().clone() for name, value in tensors.items()}, weights, {"format": "pt"})
+        shutil.copymode(said, weights)  # safetensors makes files that nobody else may read
 
 
 def _build(

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from eyas.core import CheckpointError
-from eyas.drafter.checkpoint import MAX_CONFIG, read_json
 from eyas.drafter.config import Eagle3Config
+from eyas.files import read_json
 
 _SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "max_position_embeddings")
 
@@ -32,7 +32,7 @@ class Verifier:
         Raises CheckpointError where the folder has no config.json of a language model.
         """
         folder = Path(place).expanduser()
-        raw = read_json(folder / "config.json", MAX_CONFIG, "a target is a folder with config.json")
+        raw = read_json(folder / "config.json", CheckpointError, "a target is a folder with config.json")
         for config in _outside_in(raw):
             sizes = {key: config.get(key) for key in _SIZES}
             if all(type(size) is int and size > 0 for size in sizes.values()):
@@ -40,15 +40,7 @@ class Verifier:
         raise CheckpointError(f"{folder / 'config.json'}: names no {', '.join(_SIZES)} of one language model")
 
     def mismatches(self, config: Eagle3Config) -> list[str]:
-        pairs = {
-            "hidden size": (config.target_hidden_size, self.hidden_size),
-            "vocabulary size": (config.vocab_size, self.vocab_size),
-        }
-        return [
-            f"made for a target of {what} {made_for}, {self.name} has {found}: take the drafter of this target"
-            for what, (made_for, found) in pairs.items()
-            if made_for != found
-        ]
+        return config.mismatches(self.hidden_size, self.vocab_size, f"{self.name} has")
 
 
 def _outside_in(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from eyas.core import CheckpointError
-from eyas.drafter.checkpoint import ITEM_BYTES
+from eyas.drafter.checkpoint import ITEM_BYTES, Checkpoint
+from eyas.files import flush
+
+_TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,27 @@ class Entry:
     shape: tuple[int, ...]
     nbytes: int
     pieces: Callable[[], Iterable[memoryview]]
+
+
+def copied(checkpoint: Checkpoint, original: str, name: str) -> Entry:
+    """The checkpoint's tensor ``original`` under another name."""
+    tensor = checkpoint.tensors[original]
+    return Entry(name, tensor.dtype, tensor.shape, tensor.nbytes, lambda: checkpoint.raw(original))
+
+
+def made(name: str, values: np.ndarray[Any, Any]) -> Entry:
+    """A vocabulary map, d2t or t2d."""
+    dtype = {"d2t": "I64", "t2d": "BOOL"}[name]
+    return Entry(name, dtype, values.shape, values.nbytes, lambda: [memoryview(values.tobytes())])
+
+
+def main_dtype(entries: Iterable[Entry]) -> str:
+    """torch's name of the type of most weights, as engines that cast to one type shall."""
+    sizes: Counter[str] = Counter()
+    for entry in entries:
+        if entry.dtype in _TORCH_NAMES:
+            sizes[entry.dtype] += entry.nbytes
+    return _TORCH_NAMES[sizes.most_common(1)[0][0]]
 
 
 def write(file: Path, entries: Sequence[Entry]) -> dict[str, str]:
@@ -50,6 +77,5 @@ def write(file: Path, entries: Sequence[Entry]) -> dict[str, str]:
             if written != entry.nbytes:
                 raise CheckpointError(f"{entry.name}: {written} bytes where {entry.nbytes} were expected")
             digests[entry.name] = digest.hexdigest()
-        out.flush()
-        os.fsync(out.fileno())
+    flush(file)
     return digests

@@ -299,6 +299,7 @@ class Engine:
             tail,
             stats=sequence.stats,
             cached_tokens=min(sequence.cached, sequence.given),  # what it left itself when put back does not count
+            stop_reason=sequence.stop_reason,
         )
 
     def _fail(self, sequence: Sequence, error: Exception) -> Output:

@@ -17,6 +17,7 @@ from eyas.engine.memory import Memory, kv_rows
 from eyas.engine.policy import Auto, Fixed, Off, Policy, ladder
 from eyas.engine.sequence import Emitted, FinishReason, Output
 from eyas.engine.stats import AcceptanceStats
+from eyas.progress import if_slow
 from eyas.target.adapter import HFTarget
 from eyas.target.images import encode_chat
 from eyas.target.packing import pack_linears
@@ -271,19 +272,20 @@ def load(
         trust_remote_code=trust_remote_code,
         attn_implementation=attn_implementation,
     )
-    tune(loaded.model)
-    adapter = HFTarget(loaded.model)
-    return LLM(
-        adapter,
-        loaded.tokenizer,
-        processor=loaded.processor,
-        why_no_processor=loaded.why_no_processor,
-        drafter=load_drafter_for(adapter, drafter, drafter_layer_ids) if drafter is not None else None,
-        shape=shape,
-        context_length=context_length,
-        name=loaded.name,
-        **serving,
-    )
+    with if_slow(f"loading {target}"):
+        tune(loaded.model)
+        adapter = HFTarget(loaded.model)
+        return LLM(
+            adapter,
+            loaded.tokenizer,
+            processor=loaded.processor,
+            why_no_processor=loaded.why_no_processor,
+            drafter=load_drafter_for(adapter, drafter, drafter_layer_ids) if drafter is not None else None,
+            shape=shape,
+            context_length=context_length,
+            name=loaded.name,
+            **serving,
+        )
 
 
 def load_drafter_for(target: HFTarget, drafter: str | Path, layer_ids: Sequence[int] | None = None) -> Drafter:

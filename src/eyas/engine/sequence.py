@@ -34,6 +34,7 @@ class Output(NamedTuple):
     error: EyasError | None = None
     stats: AcceptanceStats | None = None  # with the last output
     cached_tokens: int = 0  # with the last output: tokens of the prompt that were there already
+    stop_reason: int | str | None = None  # with the last output: the token or stop string that ended it, if one did
 
     @property
     def text(self) -> str:
@@ -66,6 +67,7 @@ class Sequence:
     rope_delta: int = 0
     cached: int = 0  # tokens of the prompt that were there already
     finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)
 
     def __post_init__(self) -> None:
@@ -98,11 +100,13 @@ class Sequence:
             self.history = self.history.with_output([token])
         complete = self.grammar is not None and self.grammar.accept(token)
         enough = len(self.output_ids) >= self.sampling.min_tokens
-        stopped, text = (enough or complete) and token in self.stop_ids, ""
-        if self.text is not None and not stopped:  # a token that ends the answer is no part of its text
+        text = ""
+        if (enough or complete) and token in self.stop_ids:
+            self.stop_reason = token
+        elif self.text is not None:  # a token that ends the answer is no part of its text
             text = self.text.push(token, may_stop=enough)
-            stopped = enough and self.text.stopped
-        if stopped or complete:  # of a constraint nothing may follow, min_tokens or not
+            self.stop_reason = self.text.stopped
+        if self.stop_reason is not None or complete:  # of a constraint nothing may follow, min_tokens or not
             self.finish_reason = "stop"
         elif len(self.ids) >= self._end:
             self.finish_reason = "length"

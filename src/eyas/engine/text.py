@@ -13,7 +13,7 @@ class TextStream:
         self._ids: list[int] = []
         self._prefix = self._read = 0  # ids[prefix:read] are decoded again as context for what follows them
         self._held = ""  # could still become a stop string
-        self.stopped = False
+        self.stopped: str | None = None  # the stop string that ended it
 
     def push(self, token: int, may_stop: bool = True) -> str:
         """Adds a token and returns the text that is now certain; empty while a character or stop string is open.
@@ -31,7 +31,7 @@ class TextStream:
 
     def flush(self) -> str:
         """The end of the text: what was held back, and an unfinished character as U+FFFD."""
-        if self.stopped:
+        if self.stopped is not None:
             return ""
         context = self._decode(self._ids[self._prefix : self._read])
         rest = self._decode(self._ids[self._prefix :])[len(context) :]
@@ -46,10 +46,11 @@ class TextStream:
         text = self._held + new
         if not may_stop:
             return text
-        found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
+        found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)]
+            at, self.stopped = min(found, key=lambda pair: pair[0])  # of several the first in the text
+            self._held = ""
+            return text[:at]
         keep = max((open_suffix(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

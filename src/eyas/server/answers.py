@@ -25,6 +25,7 @@ class Choice:
     text: str = ""
     tokens: list[Emitted] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
     begun: bool = False  # something of it was sent
     cached_tokens: int = 0
     offset: int = 0  # characters of text that came with the tokens whose log-probabilities were reported
@@ -61,7 +62,7 @@ class Answers(ABC):
         choice = self.choices[number]
         choice.text += output.text
         choice.tokens += output.emitted
-        choice.finish_reason = output.finish_reason
+        choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
         choice.cached_tokens = output.cached_tokens
         if output.stats is not None:
             self.stats.add(output.stats)
@@ -74,6 +75,7 @@ class Answers(ABC):
                 **self.content(choice),
                 "logprobs": self.logprobs(choice, choice.tokens) if self.reports else None,
                 "finish_reason": choice.finish_reason,
+                "stop_reason": self._stop_reason(choice),
                 **self._details(choice.tokens),
             }
             for choice in self.choices
@@ -90,6 +92,7 @@ class Answers(ABC):
         told = {
             "logprobs": self.logprobs(choice, output.emitted) if self.reports else None,
             "finish_reason": output.finish_reason,
+            "stop_reason": self._stop_reason(choice),
             **details,
         }
         if output.text or output.finish_reason or self.reports or details:
@@ -105,7 +108,7 @@ class Answers(ABC):
         return {**self._head, "object": self.chunk_object, "choices": [], "usage": self.usage()}
 
     def _chunk(self, choice: Choice, content: dict[str, Any], told: dict[str, Any] | None) -> dict[str, Any]:
-        told = told or {"logprobs": None, "finish_reason": None}
+        told = told or {"logprobs": None, "finish_reason": None, "stop_reason": None}
         chunk = {**self._head, "object": self.chunk_object, "choices": [{"index": choice.index, **content, **told}]}
         if self._options.include_usage:
             chunk["usage"] = self.usage() if self._options.continuous_usage_stats else None
@@ -137,6 +140,11 @@ class Answers(ABC):
     def reports(self) -> bool:
         """Whether log-probabilities are wanted: 0 of them are the emitted tokens' own."""
         return self.asked.logprobs is not None and self.asked.logprobs is not False
+
+    def _stop_reason(self, choice: Choice) -> int | str | None:
+        """The stop string or the token that ended an answer, as in vLLM; None for the tokenizer's own end."""
+        own = choice.stop_reason == self.tokenizer.eos_token_id and not self.asked.ignore_eos
+        return None if own else choice.stop_reason
 
     def _details(self, tokens: Sequence[Emitted]) -> dict[str, Any]:
         """One entry for each token: a chunk's are those of one step."""

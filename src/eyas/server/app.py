@@ -70,6 +70,11 @@ def _add_models(app: FastAPI, service: Service) -> None:
         service.check_model(name)
         return JSON(model_card(service))
 
+    @app.get("/get_model_info", responses=ERRORS, deprecated=True)
+    @app.get("/model_info", responses=ERRORS)
+    async def model_info() -> Response:
+        return JSON(model_facts(service))
+
 
 def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/health", responses=ERRORS)
@@ -78,10 +83,17 @@ def _add_state(app: FastAPI, service: Service) -> None:
         _ = service.engine
         return JSON({"status": service.status})
 
+    @app.get("/health_generate", responses=ERRORS)
+    async def health_generate() -> Response:
+        """As in SGLang, 200 once the engine makes a token: anybody's, or where nobody is answered one for this."""
+        await service.alive()
+        return JSON({"status": service.status})
+
     @app.get("/metrics", responses=ERRORS)
     async def metrics() -> Response:
         return Response(service.metrics.text(await service.snapshot()), media_type=CONTENT_TYPE_LATEST)
 
+    @app.get("/get_server_info", responses=ERRORS, deprecated=True)
     @app.get("/server_info", responses=ERRORS)
     async def server_info() -> Response:
         return JSON(await described(service))
@@ -140,6 +152,22 @@ def model_card(service: Service) -> dict[str, Any]:
     }
 
 
+def model_facts(service: Service) -> dict[str, Any]:
+    """In SGLang's names."""
+    llm = service.llm
+    config = llm.target.model.config
+    return {
+        "model_path": llm.name,
+        "tokenizer_path": llm.tokenizer.name_or_path,
+        "served_model_name": service.settings.model_name,
+        "is_generation": True,
+        "has_image_understanding": llm.processor is not None,
+        "has_audio_understanding": False,
+        "model_type": config.model_type,
+        "architectures": config.architectures,
+    }
+
+
 async def described(service: Service) -> dict[str, Any]:
     """What the server runs with and how it goes; the speculative settings in SGLang's names."""
     llm, seen, stats = service.llm, await service.snapshot(), service.metrics.acceptance
@@ -167,6 +195,13 @@ async def described(service: Service) -> dict[str, Any]:
             "length": stats.acceptance_length,
             "rate_by_position": stats.acceptance_rates,
         },
+        # where SGLang's clients look for the acceptance length, and how many run at a time
+        "internal_states": [
+            {
+                "avg_spec_accept_length": stats.acceptance_length if stats.steps else None,
+                "effective_max_running_requests_per_dp": llm.engine.scheduler.max_running,
+            }
+        ],
         "policy": asdict(seen.policy) if seen else None,
         "num_running_reqs": seen.running if seen else 0,
         "num_queue_reqs": seen.waiting if seen else 0,

@@ -17,8 +17,12 @@ from eyas.server.record import LEFT, Record
 from eyas.server.service import Service
 from eyas.server.settings import MIB
 
-OPEN = frozenset({("GET", "/health"), *((method, page) for page in PAGES for method in ("GET", "HEAD"))})  # need no key
+# need no key; of asking for a token nobody gets more than one at a time, and none where others are answered
+OPEN = frozenset(
+    {("GET", "/health"), ("GET", "/health_generate"), *((method, page) for page in PAGES for method in ("GET", "HEAD"))}
+)
 WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
+MOST_VALUES = 1 << 20  # in a body, as ``values`` counts: to read many more would keep everybody waiting for seconds
 LINGER = 2.0  # seconds in which a refused body may still come: some clients read no answer before they have sent it
 
 
@@ -106,10 +110,16 @@ class Gate:
         if length.isdigit() and int(length) > most:
             raise too_large(most)
         try:
-            return await asyncio.wait_for(caller.body(most), self.service.settings.body_timeout)
+            body = await asyncio.wait_for(caller.body(most), self.service.settings.body_timeout)
         except asyncio.TimeoutError:
             seconds = self.service.settings.body_timeout
             raise ApiError(408, f"The body was not complete after {seconds:g} seconds.", code="timeout") from None
+        if (found := values(body)) > MOST_VALUES:
+            message = (
+                f"The body has up to {found:,} values (lists and objects count as several): {MOST_VALUES:,} are taken."
+            )
+            raise ApiError(413, message, code="body_too_large")
+        return body
 
     async def _watched(self, scope: Scope, body: bytes, caller: Caller, send: Send) -> None:
         """Runs the application, and stops it where it stands when the caller is gone."""
@@ -140,6 +150,15 @@ def no_body(headers: Headers) -> bool:
 
 def too_large(most: int) -> ApiError:
     return ApiError(413, f"The body is larger than the {most / MIB:g} MiB that are taken.", code="body_too_large")
+
+
+def values(body: bytes) -> int:
+    """How many JSON values there are at most, before it is read: numbers count once, lists, objects and keys more.
+
+    They take longer to make; a thread would be of no use, since Python's JSON reader lets no other one run meanwhile.
+    What text has of these characters is counted too: a million characters of code have less.
+    """
+    return body.count(b",") + 4 * sum(map(body.count, (b"[", b"{", b":")))
 
 
 class Caller:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 READY = "The server is fired up and ready to roll!"  # SGLang's words: scripts wait for them
 FLUSH = 3  # seconds for last answers to go out, and for the last step of an engine that has to hurry
+UNREAD = 60  # seconds in which a caller must take some of what was sent
 KEEP_ALIVE = 65  # seconds: longer than the pools of usual clients and proxies keep a connection
 logger = logging.getLogger("eyas.server")
 
@@ -120,12 +121,19 @@ async def _finish(service: Service, server: Server, serving: asyncio.Task[None],
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises EyasError where the address cannot be had."""
+    """A socket that listens. Raises EyasError where the address cannot be had.
+
+    Its connections end when a caller reads nothing for ``UNREAD`` seconds, where the system has that (Linux does): no
+    wait of the server's own would see what is in the system's buffers, nor an answer that was sent at once.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        sock = socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         raise EyasError(f"cannot listen on {host}:{port}: {error.strerror or error}; --port names another.") from error
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD * 1000))
+    return sock
 
 
 def address(sock: socket.socket) -> str:

@@ -125,7 +125,7 @@ class Shared(Asked):
     frequency_penalty: float = Field(0, ge=-2, le=2)
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=MAX_BIAS)
     seed: int | None = Field(None, ge=-INT64 - 1, le=INT64, description="The n-th answer counts n - 1 up from it.")
-    stop: Stop | Annotated[list[Stop], Field(max_length=4)] = []
+    stop: Stop | Annotated[list[Stop], Field(max_length=64, fail_fast=True)] = []
     stop_token_ids: list[int] = Field([], max_length=64)
     ignore_eos: bool = False
     response_format: ResponseFormat | None = None

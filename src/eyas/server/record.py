@@ -14,7 +14,7 @@ logger = logging.getLogger("eyas.server")
 
 LEFT = 499  # nginx's word for a client that did not wait
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-QUIET = frozenset({"/health", "/metrics"})  # asked every few seconds, by machines
+QUIET = frozenset({"/health", "/health_generate", "/metrics"})  # asked every few seconds, by machines
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
-from eyas.core import EyasError, Request, RequestError
+from eyas.core import EyasError, Request, RequestError, SamplingParams
 from eyas.engine.serving import AsyncLLM
-from eyas.server.errors import ApiError, later, refused
+from eyas.server.errors import ApiError, api_error, later, refused
 from eyas.server.metrics import Metrics, Snapshot
 from eyas.server.parameters import default_sampling
 from eyas.server.prompts import Encoder
@@ -25,6 +26,7 @@ if TYPE_CHECKING:  # torch is imported by what loads the target, behind the open
 A = TypeVar("A")
 T = TypeVar("T")
 News: TypeAlias = "tuple[int, Output]"
+ALIVE = 20.0  # seconds in which an engine that works makes a token; SGLang's
 
 
 class Service:
@@ -35,10 +37,12 @@ class Service:
         self.status: Literal["loading", "ready", "draining"] = "loading"
         self.began = int(time.time())
         self.open_requests = 0  # HTTP requests that were let in and are being answered
-        self.in_flight = 0  # answers that the engine has, running or waiting
+        self.in_flight = 0  # answers that are being made or wait
         self.image_bytes = 0  # of the images that they see
         self._inboxes: set[asyncio.Queue[News | Exception]] = set()  # of those who wait for what the engine makes
         self._engine: AsyncLLM | None = None
+        self._heard = 0.0  # when the engine made its last token
+        self._asking: asyncio.Task[Exception | None] | None = None  # for a token, to see whether one comes
         self._threads = ThreadPoolExecutor(1, "eyas-encode")  # one: a tokenizer is not for several at a time
 
     def open(self, llm: LLM) -> None:
@@ -46,6 +50,7 @@ class Service:
         self.encoder = Encoder(llm)
         self.defaults = default_sampling(llm.target.model) if self.settings.model_defaults else {}
         self.places = llm.engine.scheduler.max_running + self.settings.max_queued_requests
+        self._free = asyncio.Semaphore(self.places)  # first come, first served
         self._engine, self.status = AsyncLLM(llm), "ready"
 
     async def drain(self, timeout: float) -> None:
@@ -110,13 +115,17 @@ class Service:
         return engine
 
     def _check_room(self, answers: int) -> None:
+        """One free place is enough: what does not fit yet waits ahead of all who come later.
+
+        Were all places needed at once, who asks for one would always be there before who asks for many.
+        """
         if answers > self.places:
             raise refused(
                 None, f"A request for {answers} answers is too much: {self.places} can be in the queue in all."
             )
         most = 2 * self.places  # requests: some wait for the tokenizer, and some read slowly what is finished
-        if self.in_flight + answers > self.places:
-            full = f"{self.in_flight} answers are running or waiting, {self.places} can be: no room for {answers} more"
+        if self.in_flight >= self.places:
+            full = f"{self.in_flight} answers are running or waiting, and no more are taken from {self.places} on"
         elif self.open_requests > most:
             full = f"{self.open_requests} requests are being read or answered, {most} can be"
         else:
@@ -140,6 +149,34 @@ class Service:
         engine = self._engine.llm.engine
         return await self._engine.call(lambda: Snapshot.of(engine))
 
+    async def alive(self) -> None:
+        """Waits for a token: anybody's, or where nobody is answered, one that all who wait here have asked for.
+
+        Raises ApiError where none comes.
+        """
+        begin, asking = time.perf_counter(), None
+        while self._heard < begin:
+            engine = self.engine
+            if asking is None and not self.in_flight:
+                if self._asking is None or self._asking.done():
+                    self._asking = asyncio.create_task(self._one_token(engine))
+                asking = self._asking
+            if asking is not None and asking.done() and (error := asking.result()):
+                raise later(503, f"The engine makes no token: {api_error(error)}", "no_token", 5) from error
+            if time.perf_counter() > begin + ALIVE:
+                raise later(503, f"The engine has made no token for {ALIVE:g} seconds.", "no_token", 5)
+            await asyncio.sleep(0.02)
+
+    async def _one_token(self, engine: AsyncLLM) -> Exception | None:
+        request = Request(f"alive-{uuid.uuid4().hex}", [0], SamplingParams(max_tokens=1), speculate=False)
+        try:
+            async with aclosing(engine.stream(request)) as outputs:
+                async for _ in outputs:
+                    self._heard = time.perf_counter()
+        except Exception as error:
+            return error
+        return None
+
     async def forget(self) -> None:
         """Empties the prefix cache. Raises ApiError while anything is being answered: that would fill it anew."""
         engine = self.engine.llm.engine
@@ -161,7 +198,7 @@ class Service:
         self._check_room(len(requests))
         images = requests[0].images or {}  # only chats have any: all answers are to one prompt
         size = sum(image.nbytes for image in images.values())
-        if size and self.image_bytes and self.image_bytes + size > self.settings.max_image_bytes:
+        if size and self.image_bytes >= self.settings.max_image_bytes:  # as with places: some room is enough
             raise later(429, "Too many images are waiting to be seen: try again in a moment.", "queue_full", 1)
         inbox: asyncio.Queue[News | Exception] = asyncio.Queue()
         self._inboxes.add(inbox)
@@ -192,9 +229,9 @@ class Service:
     ) -> None:
         last, first = record.read, True
         try:
-            async with aclosing(engine.stream(request)) as outputs:
+            async with self._free, aclosing(engine.stream(request)) as outputs:
                 async for output in outputs:
-                    now = time.perf_counter()
+                    now = self._heard = time.perf_counter()
                     record.first = record.first or now
                     record.completion_tokens += len(output.emitted)
                     self.metrics.heard(output, now - last, first)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from eyas.core import one_line
 from eyas.target.operations import register
 from eyas.target.smollm2 import build_once, cache_folder
 
@@ -162,7 +163,7 @@ def _kernel() -> Any:
     except Unavailable as reason:
         return str(reason)
     except Exception as error:  # whatever it is, there is PyTorch's attention
-        return f"the attention kernel cannot be built: {' '.join(str(error).split()) or type(error).__name__}"
+        return f"the attention kernel cannot be built: {one_line(error)}"
 
 
 def _built() -> Path:

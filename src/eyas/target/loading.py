@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eyas.core import EyasError, TargetError, UsageError
+from eyas.core import EyasError, TargetError, UsageError, one_line
+from eyas.progress import if_slow, without_bars
 from eyas.target.gguf import read_gguf_model, read_gguf_tokenizer
 from eyas.target.source import Source, find_source
 
@@ -52,7 +54,9 @@ def load_target(
     """
     dtype, device = _dtype(dtype), _device(device)
     source = find_source(name)
-    with _explained(name):
+    # A hub's and a GGUF file's own bars are better than none, and two live lines cannot share a terminal.
+    alone = source.gguf is None and Path(source.place).is_dir()
+    with _explained(name), if_slow(f"loading {name}", live=alone), without_bars():
         if source.gguf:
             model, info = read_gguf_model(source.gguf, dtype=dtype, attn_implementation=attn_implementation)
             model = model.to(device)  # type: ignore[arg-type]  # transformers wraps torch's own signature away
@@ -169,7 +173,7 @@ def _read_tokenizer(
     except Exception as error:
         if not needed:
             return None
-        raise TargetError(f"it has no usable tokenizer: {_one_line(error)}") from error
+        raise TargetError(f"it has no usable tokenizer: {one_line(error)}") from error
 
 
 def _read_processor(
@@ -183,7 +187,7 @@ def _read_processor(
     try:
         processor = AutoProcessor.from_pretrained(source.place, trust_remote_code=trust_remote_code, **source.options)
     except Exception as error:
-        return None, f"its processor cannot be loaded: {_one_line(error)}"
+        return None, f"its processor cannot be loaded: {one_line(error)}"
     if not isinstance(processor, ProcessorMixin):
         return None, "it comes without a processor"
     return processor, None
@@ -224,9 +228,4 @@ def _explained(name: str) -> Iterator[None]:
     except EyasError as error:
         raise TargetError(f"cannot load {name!r}: {error}") from error.__cause__
     except Exception as error:
-        raise TargetError(f"cannot load {name!r}: {_one_line(error)}") from error
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 400 else f"{text[:400]} ..."
+        raise TargetError(f"cannot load {name!r}: {one_line(error)}") from error

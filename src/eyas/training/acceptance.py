@@ -53,16 +53,15 @@ def measure_acceptance(
     *,
     steps: int = 5,
     max_tokens: int = 64,
-    sampling: SamplingParams | None = None,
     eos_ids: Sequence[int] = (),
 ) -> AcceptanceStats:
     """Acceptance of a chain of ``steps`` over the answers to ``prompts`` (token ids), all together.
 
     Made for a drafter in training: it is copied to what will be loaded from its files (the target's dtype), and neither
-    its weights nor what it borrows are touched. The target captures the drafter's layers afterwards. Greedy unless
-    ``sampling`` says otherwise; the n-th prompt's seed is its ``seed`` + n. Errors as for ``answer_all``.
+    its weights nor what it borrows are touched. The target captures the drafter's layers afterwards. Greedy.
+    Errors as for ``answer_all``.
     """
-    sampling = replace(sampling or SamplingParams(seed=0), max_tokens=max_tokens)
+    sampling = SamplingParams(seed=0, max_tokens=max_tokens)
     shape = DraftShape(steps, 1, steps + 1)
     copied = Eagle3Drafter(as_loaded(drafter, target))
     return total(a.stats for a in answer_all(target, copied, prompts, shape=shape, sampling=sampling, eos_ids=eos_ids))
@@ -162,13 +161,13 @@ def total(parts: Iterable[AcceptanceStats]) -> AcceptanceStats:
     return stats
 
 
-def interval(parts: Sequence[AcceptanceStats], level: float = 0.95) -> tuple[float, float]:
-    """Where the acceptance length lies, other prompts of this kind considered: resampling whole prompts (bootstrap)."""
+def interval(parts: Sequence[AcceptanceStats]) -> tuple[float, float]:
+    """Of 95% for the acceptance length, other prompts of this kind considered: resampling whole prompts (bootstrap)."""
     counts = np.array([(part.emitted, part.steps) for part in parts], dtype=np.float64)
     if not len(counts) or not counts[:, 1].sum():
         return 1.0, 1.0
     drawn = np.random.default_rng(0).integers(len(counts), size=(RESAMPLES, len(counts)))
     emitted, steps = counts[drawn].sum(1).T
     lengths = np.divide(emitted, steps, out=np.ones_like(emitted), where=steps > 0)
-    low, high = np.quantile(lengths, ((1 - level) / 2, (1 + level) / 2))
+    low, high = np.quantile(lengths, (0.025, 0.975))
     return float(low), float(high)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eyas import __version__
+from eyas.files import write_whole
 from eyas.training import vocabulary
 from eyas.training.checkpoint import State
 
@@ -31,9 +32,7 @@ RECIPE = (
 
 
 def write(folder: Path, prepared: Prepared, state: State) -> None:
-    draft = folder / f".{NAME}.part"
-    draft.write_text(text(prepared, state), encoding="utf-8")
-    draft.replace(folder / NAME)
+    write_whole(folder / NAME, text(prepared, state))
 
 
 def text(prepared: Prepared, state: State) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from eyas.core import one_line
+from eyas.files import whole
 from eyas.training.config import TrainConfig, TrainingError
 
 FOLDER, FILE, FORMAT = "checkpoint", "state.pt", 1
@@ -32,18 +33,13 @@ class State:
 def save(folder: Path, state: State) -> None:
     """Replaces the checkpoint in ``folder``. Raises TrainingError where it cannot, and the one before is kept."""
     path = folder / FOLDER / FILE
-    draft = path.with_name(f".{FILE}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with draft.open("wb") as file:
+        with whole(path) as draft, draft.open("wb") as file:  # at no time is there none
             torch.save({"format": FORMAT, **vars(state)}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)  # at no time is there none
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError where the disk is full
-        draft.unlink(missing_ok=True)
         raise TrainingError(
-            f"The checkpoint of step {state.step:,} cannot be written to {folder}: {' '.join(str(error).split())}. "
+            f"The checkpoint of step {state.step:,} cannot be written to {folder}: {one_line(error)}. "
             "The one before it is kept: make room, and resume."
         ) from error
 
@@ -66,7 +62,7 @@ def load(folder: Path) -> State:
         return State(**content)
     except Exception as error:
         raise TrainingError(
-            f"{path} cannot be read: {' '.join(str(error).split())[:200]}. Restore it, or start another training from "
+            f"{path} cannot be read: {one_line(error)}. Restore it, or start another training from "
             "the drafter beside it, if there is one (--drafter, and another --out)."
         ) from error
 

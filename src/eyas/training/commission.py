@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from eyas.core import TargetError, UsageError
+from eyas.core import TargetError, UsageError, one_line
 from eyas.training.answering import Answerer
 from eyas.training.conversation import Chat
 from eyas.training.dataset import Dataset, DatasetWriter, Manifest
@@ -58,9 +58,7 @@ class Described:
                 config = AutoConfig.from_pretrained(source.place, **options)
                 tokenizer = AutoTokenizer.from_pretrained(source.place, **options)
         except Exception as error:  # other libraries' loaders raise anything
-            raise TargetError(
-                f"cannot read config and tokenizer of {name!r}: {' '.join(str(error).split())}"
-            ) from error
+            raise TargetError(f"cannot read config and tokenizer of {name!r}: {one_line(error)}") from error
         text = config.get_text_config()
         try:
             generation = GenerationConfig.from_pretrained(source.place, **source.options)

@@ -21,7 +21,8 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from eyas import __version__
-from eyas.core import EyasError, UsageError
+from eyas.core import EyasError, UsageError, one_line
+from eyas.files import whole, write_json
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -201,7 +202,7 @@ class Shard:
                 for i, m, source, provenance in zip(ids, masks, sources, provenances, strict=True)
             ]
         except Exception as error:  # pyarrow's errors have no common base: bad pages, columns that are not there
-            raise DataError(f"{self.path} cannot be read: it is damaged ({_one_line(error)}).") from error
+            raise DataError(f"{self.path} cannot be read: it is damaged ({one_line(error)}).") from error
         for number, row in enumerate(rows, start=group * GROUP_ROWS):
             if problem := row_problem(row, vocab_size):
                 raise DataError(f"{self.path}, row {number}: {problem}.")
@@ -223,7 +224,7 @@ def _parquet(path: Path) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(path, page_checksum_verification=True)
     except Exception as error:
-        raise DataError(f"{path} cannot be read: it is damaged or no Parquet file ({_one_line(error)}).") from error
+        raise DataError(f"{path} cannot be read: it is damaged or no Parquet file ({one_line(error)}).") from error
 
 
 def _lists(column: pa.ChunkedArray) -> list[np.ndarray]:
@@ -345,7 +346,7 @@ class DatasetWriter:
         if self._pieces:
             self._write_shard()
         done = replace(count(self._manifest, self._shards), complete=True, diversity=diversity)
-        _write(self.folder / MANIFEST, json.dumps(asdict(done), indent=2).encode())
+        write_json(self.folder / MANIFEST, asdict(done))
         self.close()
         return Dataset.open(self.folder)
 
@@ -369,7 +370,7 @@ class DatasetWriter:
         else:
             _check_same(self.folder, read_manifest(self.folder), manifest)
         manifest = replace(manifest, complete=False, diversity={})
-        _write(self.folder / MANIFEST, json.dumps(asdict(manifest), indent=2).encode())
+        write_json(self.folder / MANIFEST, asdict(manifest))
         return manifest
 
     def _journal_path(self) -> Path:
@@ -504,45 +505,16 @@ def _write_table(path: Path, rows: Sequence[Row], shard: Shard) -> None:
     }
     schema = pa.schema([(name, kind) for name, (kind, _) in columns.items()], metadata={META: json.dumps(facts)})
     table = pa.table([pa.array(values, kind) for kind, values in columns.values()], schema=schema)
-    temporary = _temporary(path)
     try:
-        pq.write_table(table, temporary, row_group_size=GROUP_ROWS, compression="zstd", write_page_checksum=True)
-        _place(temporary, path)
+        with whole(path) as draft:
+            pq.write_table(table, draft, row_group_size=GROUP_ROWS, compression="zstd", write_page_checksum=True)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise DataError(
             f"{path} cannot be written: {error}. What it was to hold is in a journal beside it; make room and give the "
             "same command again."
         ) from error
 
 
-def _write(path: Path, content: bytes) -> None:
-    temporary = _temporary(path)
-    temporary.write_bytes(content)
-    _place(temporary, path)
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.part")
-
-
-def _place(temporary: Path, path: Path) -> None:
-    """Content before name, and the name for good: a power cut must not undo what was reported."""
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _short(value: Any) -> str:
     text = json.dumps(value, default=str)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else f"{text[:200]} ..."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from eyas.core import DraftShape, SamplingParams, UsageError
 from eyas.drafter.eagle3 import Eagle3Drafter
 from eyas.engine.llm import LLM
 from eyas.engine.stats import AcceptanceStats
+from eyas.progress import Report
 from eyas.target.adapter import HFTarget
 from eyas.training.acceptance import Answered, answer_all, interval, total
 from eyas.training.conversation import Messages, question, up_to_the_last_question
@@ -19,8 +20,6 @@ from eyas.training.simulate import Simulated, simulate
 from eyas.training.sources import read_conversations
 
 EVERYTHING = "all"  # the name of all tasks together
-
-Report = Callable[[str, float | None], None]
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,12 @@ from accelerate.tracking import get_available_trackers
 from safetensors import SafetensorError
 from torch import nn
 
-from eyas.core import UsageError
+from eyas.core import UsageError, one_line
 from eyas.drafter import storage
 from eyas.drafter.model import Eagle3Model
 from eyas.drafter.writing import cannot_say
 from eyas.engine.llm import eos_ids
+from eyas.files import write_whole
 from eyas.target.adapter import HFTarget
 from eyas.target.loading import LoadedTarget, load_target
 from eyas.target.tuning import tune
@@ -420,7 +421,7 @@ class Training:
             card.write(self.out, self.p, self.state)
         except (OSError, SafetensorError) as error:
             raise TrainingError(
-                f"The drafter cannot be written to {self.out}: {' '.join(str(error).split())}. The checkpoint of step "
+                f"The drafter cannot be written to {self.out}: {one_line(error)}. The checkpoint of step "
                 f"{self._saved:,} is kept: make room, and resume."
             ) from error
 
@@ -477,7 +478,7 @@ class Training:
         if path.is_file():
             lines = path.read_text(encoding="utf-8").splitlines()
             kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
-            path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+            write_whole(path, "".join(line + "\n" for line in kept))
 
 
 def _by_step(name: str, values: tuple[float, ...]) -> dict[str, float]:

@@ -12,12 +12,13 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Protocol
+from typing import TypeAlias
 
 from eyas.core import EyasError, UsageError
 
 ENGINES = {"sglang": "sglang/srt", "vllm": "vllm/model_executor"}  # a folder that nothing else has
 _TOPIC = "eagle"
+_Files: TypeAlias = "_Wheel | _Folder"  # names are posix paths from the folder that holds the package
 _MAX_FILE = 5_000_000  # bytes; the longest module of an engine has a tenth of it
 
 
@@ -38,14 +39,6 @@ def collector_paused() -> Iterator[None]:
 
 class SourceError(EyasError):
     """One file of an engine's source cannot be read or understood."""
-
-
-class _Files(Protocol):
-    """Where files come from. Names are posix paths from the folder that holds the package."""
-
-    def names(self) -> Iterable[str]: ...
-
-    def read(self, name: str) -> bytes: ...
 
 
 class EngineSource:
@@ -97,6 +90,10 @@ class EngineSource:
             return content.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise SourceError(f"{self.place}: {module} is not UTF-8: {error}") from error
+
+    def find(self, module: str) -> str | None:
+        """``text``, or None where there is no such module."""
+        return self.text(module) if module in self.modules else None
 
     def tree(self, module: str) -> ast.Module:
         """The syntax tree. Raises SourceError where the text is no Python of ours."""

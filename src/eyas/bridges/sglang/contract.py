@@ -9,7 +9,6 @@ from typing import Any
 from eyas.bridges import architectures, loading
 from eyas.bridges.case import Case
 from eyas.bridges.code.classes import ClassRef, Undecided
-from eyas.bridges.code.interpreter import Interpreter
 from eyas.bridges.code.values import Instance, Raised, Record, Tensor, truth
 from eyas.bridges.loading import Loaded
 from eyas.bridges.report import Fact, Problem, Report
@@ -41,7 +40,7 @@ def target_problems(case: Case, contract: list[Call], arguments: Record, report:
     target = Instance(ref, [], {"config": case.target_config()})
     names = list(dict.fromkeys(call.name for call in asked))
     if any(_lacks(case, ref, name) for name in names):
-        wrapped = inside(case.interpreter(facts(case.classes)), target, names)
+        wrapped = look_inside(case.interpreter(facts(case.classes)), target, names)
         yield from missing_methods(case, ref, asked, wrapped)
         if not wrapped.models:
             return
@@ -106,14 +105,6 @@ def remedy(engine: str, wrapped: Wrapped, undecided: bool) -> str:
     if undecided:
         return "start it once with eyas launch: its plugin says at the start, before the weights, whether it works"
     return f"{wrapped.reason}: a newer {engine}, another engine, or speculation in Eyas itself"
-
-
-def inside(interpreter: Interpreter, target: Instance, names: list[str]) -> Wrapped:
-    def has_all(model: Instance) -> bool | None:
-        found = [interpreter.classes.find(model.ref, name) for name in names]
-        return False if None in found else None if any(isinstance(f, Undecided) for f in found) else True
-
-    return look_inside(interpreter, target, has_all, whole=True)
 
 
 # The drafter

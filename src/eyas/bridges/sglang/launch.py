@@ -11,6 +11,7 @@ from eyas.bridges.code.source import EngineSource
 from eyas.bridges.failures import Known
 from eyas.bridges.flags import Given, read_flags, refuse_another
 from eyas.bridges.following import Signs
+from eyas.bridges.profiling import Profiling
 from eyas.core import UsageError
 
 DIALECT = "sglang"
@@ -165,3 +166,18 @@ def plugin_variables(source: EngineSource, environment: Mapping[str, str]) -> di
             f"eyas_plugin.external.activate in a module of that package and start with --no-plugin, or unset it"
         )
     return {_EXTERNAL: package}
+
+
+def profiling(source: EngineSource, folder: Path, steps: int) -> Profiling:
+    """Nothing to launch it with: it takes everything with the request. By stage, so that it counts decode steps alone
+    and writes them into a file of their own.
+    """
+    asked = {
+        "output_dir": str(folder),
+        "num_steps": steps,
+        "activities": ["CPU", "GPU"],
+        "profile_by_stage": True,
+        "with_stack": False,
+        "record_shapes": False,
+    }
+    return Profiling(asked=asked, whole="-DECODE")

@@ -10,8 +10,8 @@ from eyas.bridges.code.classes import Classes, ClassRef, Member, Undecided
 from eyas.bridges.code.interpreter import Interpreter
 from eyas.bridges.code.values import Instance, Record
 from eyas.bridges.sglang.calls import Call, calls, facts, find_architecture
-from eyas.bridges.sglang.contract import inside
 from eyas.bridges.target import Target
+from eyas.bridges.wrapping import look_inside
 
 _EXTRA = "set_embed_and_head"  # nothing calls it on a target; it belongs to the three, and upstream adds it too
 _EXAMPLE = Record({"disable_overlap_schedule": True, "enable_multi_layer_eagle": False})
@@ -35,7 +35,7 @@ def _members(classes: Classes, ref: ClassRef, target: Target, asked: list[Call])
     if not missing:
         return
     wrapper = Instance(ref, [], {"config": Record(dict(target.config), frozenset())})
-    wrapped = inside(Interpreter(classes, facts(classes), {}), wrapper, names)
+    wrapped = look_inside(Interpreter(classes, facts(classes), {}), wrapper, names)
     if wrapped.kind != "delegate":
         hint = "; eyas launch decides it at the start instead" if wrapped.kind == "undecided" else ""
         raise CannotPatchError(f"{ref.name} lacks {' and '.join(missing)}, and {wrapped.reason}{hint}")

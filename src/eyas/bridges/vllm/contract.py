@@ -105,7 +105,7 @@ def runner_problems(case: Case, runner: Runner, target: Instance, config: Record
     try:
         setup(run, runner, target, config)
     except Raised as raised:
-        inside = look_inside(run, target, lambda model: supports(case, run, model), whole=False)
+        inside = look_inside(run, target, names)
         passes = f"{inside.inner} in self.{inside.attribute} has it: start with eyas launch, which passes it on"
         yield Problem(
             "fails",
@@ -123,12 +123,6 @@ def runner_problems(case: Case, runner: Runner, target: Instance, config: Record
         yield from layers.judge(case, None, f"{target.ref.name}: {reason} ({at})")
         return
     yield from layers.judge(case, values.pop(), f"{captured[-1].where}, called by {at} ({runner.label} model runner)")
-
-
-def supports(case: Case, run: Interpreter, model: Instance) -> bool | None:
-    interface = protocol(case.classes)
-    found = [case.classes.find(model.ref, name) for name in (run.protocol(interface) if interface else [])]
-    return False if None in found else None if any(isinstance(f, Undecided) for f in found) else True
 
 
 def image_problems(case: Case, target: Instance) -> Iterator[Problem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from eyas.bridges.code.source import EngineSource
 from eyas.bridges.failures import Known
 from eyas.bridges.flags import Given, refuse_another
 from eyas.bridges.following import Signs
+from eyas.bridges.profiling import Profiling
 from eyas.core import UsageError
 
 DIALECT = "vllm"
@@ -230,3 +232,43 @@ def plugin_variables(source: EngineSource, environment: Mapping[str, str]) -> di
     if allowed is None or "eyas" in allowed.split(","):
         return {}
     return {"VLLM_PLUGINS": ",".join([*filter(None, allowed.split(",")), "eyas"])}
+
+
+def profiling(source: EngineSource, folder: Path, steps: int) -> Profiling:
+    """PyTorch's profiler at hand, for ``steps`` steps: as --profiler-config, in older ones through the environment.
+
+    Raises UsageError for a vLLM that has neither.
+    """
+    fields = _fields(source, "vllm.config.profiler", "ProfilerConfig")
+    wanted: dict[str, Any] = {
+        "profiler": "torch",
+        "torch_profiler_dir": str(folder),
+        "torch_profiler_with_stack": False,
+        "torch_profiler_dump_cuda_time_total": False,
+        "ignore_frontend": True,
+        "max_iterations": steps,
+    }
+    if {"profiler", "torch_profiler_dir"} <= fields:
+        config = {name: value for name, value in wanted.items() if name in fields}
+        return Profiling(("--profiler-config", json.dumps(config)), ends="max_iterations" in fields)
+    module = source.module("vllm.envs")
+    text = source.text(module) if module else ""
+    variables = {
+        "VLLM_TORCH_PROFILER_DIR": str(folder),
+        "VLLM_TORCH_PROFILER_WITH_STACK": "0",
+        "VLLM_TORCH_PROFILER_DISABLE_ASYNC_LLM": "1",
+        "VLLM_PROFILER_MAX_ITERS": str(steps),
+    }
+    known = {name: value for name, value in variables.items() if name in text}
+    if "VLLM_TORCH_PROFILER_DIR" not in known:
+        raise UsageError(f"{source.label} has neither ProfilerConfig nor VLLM_TORCH_PROFILER_DIR: leave out --profile.")
+    return Profiling(variables=known, ends="VLLM_PROFILER_MAX_ITERS" in known)
+
+
+def _fields(source: EngineSource, module: str, name: str) -> set[str]:
+    """The fields of a dataclass, empty where it is not there."""
+    path = source.module(module)
+    body = source.tree(path).body if path else []
+    found = next((node for node in body if isinstance(node, ast.ClassDef) and node.name == name), None)
+    lines = [line for line in (found.body if found else ()) if isinstance(line, ast.AnnAssign)]
+    return {line.target.id for line in lines if isinstance(line.target, ast.Name)}

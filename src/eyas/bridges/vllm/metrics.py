@@ -1,13 +1,12 @@
 """What vLLM says about its drafts, in the one definition of ``eyas.bridges.metrics``.
 
-Read in 0.32: v1/spec_decode/metrics.py (log line and Prometheus), v1/metrics/stats.py (RequestSpecDecodeMetrics: per
+Read in 0.32: v1/spec_decode/metrics.py (Prometheus), v1/metrics/stats.py (RequestSpecDecodeMetrics: per
 request) and v1/core/sched/scheduler.py (what counts as a draft: every step of a request that had draft tokens). vLLM's
 own rate by position is accepted there / all drafts; here it is / the drafts that reached it.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -26,12 +25,6 @@ from eyas.bridges.metrics import (
 )
 
 _PREFIX = "vllm:spec_decode_num_"
-_LINE = "SpecDecoding metrics:"
-_LENGTH = re.compile(r"Mean acceptance length: (\d+\.\d+)")
-_ACCEPTED, _DRAFTED = re.compile(r"Accepted: (\d+) tokens"), re.compile(r"Drafted: (\d+) tokens")
-_RATES = re.compile(r"Per-position acceptance rate: (\d\.\d+(?:, \d\.\d+)*)")
-_ROUNDING = 0.0055  # of the mean length, which has two decimals
-_SURE = 900  # steps up to which three decimals of a share tell its count
 
 
 def from_requests(metrics: Iterable[Mapping[str, Any]]) -> Speculation:
@@ -108,40 +101,6 @@ def from_prometheus(after: str, before: str | None = None, model: str | None = N
     if not positions or sorted(positions) != list(range(len(positions))):
         return speculation
     accepted_at = tuple(whole(positions[i], "accepted_tokens_per_pos") for i in range(len(positions)))
-    return by_position(speculation, accepted_at)
-
-
-def from_log(text: str) -> Speculation:
-    """From the "SpecDecoding metrics" lines of a server's log. They have counts of tokens, not of steps.
-
-    Steps follow where all drafts were of full length, which the rounded mean confirms or denies; so do counts by
-    position, where the steps are few enough for three decimals to tell them.
-    """
-    lines = [_line(line) for line in text.splitlines() if _LINE in line and "length: nan" not in line]
-    if not lines:
-        raise MetricsError(f"no line with {_LINE!r} in this log: not vLLM's, or it did not speculate")
-    source = f"vLLM log, {len(lines)} lines"
-    together = total(lines, source)
-    if together.steps is not None or not together.drafted:
-        return together
-    weighted = sum((line.acceptance_length or 0) * (line.drafted or 0) for line in lines)
-    note = "an estimate: drafts of different lengths, so lines are weighted by their draft tokens"
-    return replace(together, mean_length=weighted / together.drafted, notes=(note,))
-
-
-def _line(line: str) -> Speculation:
-    length, accepted, drafted, rates = (p.search(line) for p in (_LENGTH, _ACCEPTED, _DRAFTED, _RATES))
-    if not (length and accepted and drafted):
-        raise MetricsError(f"expected acceptance length, accepted and drafted tokens in: {line.strip()}")
-    speculation = Speculation("", None, int(drafted[1]), int(accepted[1]), mean_length=float(length[1]))
-    shares = [float(share) for share in rates[1].split(", ")] if rates else []
-    steps, rest = divmod(int(drafted[1]), len(shares)) if shares else (0, 1)
-    if rest or not steps or abs(1 + int(accepted[1]) / steps - float(length[1])) > _ROUNDING:
-        return speculation
-    speculation = replace(speculation, steps=steps)
-    accepted_at = tuple(round(share * steps) for share in shares)
-    if steps > _SURE or sum(accepted_at) != speculation.accepted:
-        return speculation
     return by_position(speculation, accepted_at)
 
 

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from eyas.bridges.changes import CannotPatchError, Change, Members, passing_on
-from eyas.bridges.code.classes import Classes, ClassRef, Member, Undecided
+from eyas.bridges.code.classes import Classes, ClassRef, Member
 from eyas.bridges.code.interpreter import Interpreter
 from eyas.bridges.code.values import Instance, Raised, Record
 from eyas.bridges.target import Target
@@ -32,7 +32,7 @@ def _members(classes: Classes, ref: ClassRef, target: Target) -> Iterator[Change
     missing = [name for name in names if not classes.find(ref, name)]
     config = Record(dict(target.config), frozenset())
     wrapper = Instance(ref, [], {"vllm_config": vllm_config(config), "prefix": ""})
-    wrapped = look_inside(run, wrapper, lambda model: _has_all(classes, model, names), whole=False)
+    wrapped = look_inside(run, wrapper, names)
     if missing and wrapped.kind != "delegate":
         hint = "; eyas launch decides it at the start instead" if wrapped.kind == "undecided" else ""
         raise CannotPatchError(f"{ref.name} lacks {' and '.join(missing)}, and {wrapped.reason}{hint}")
@@ -54,8 +54,3 @@ def _members(classes: Classes, ref: ClassRef, target: Target) -> Iterator[Change
     what = f"{ref.name}: {', '.join(missing)}, passed on to {wrapped.inner} in self.{wrapped.attribute}"
     text = "\n".join(["".join(flags), *methods] if flags else methods)
     yield Members(ref.module, ref.name, ref.line, text, what)
-
-
-def _has_all(classes: Classes, model: Instance, names: list[str]) -> bool | None:
-    found = [classes.find(model.ref, name) for name in names]
-    return False if None in found else None if any(isinstance(f, Undecided) for f in found) else True
