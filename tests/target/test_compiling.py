@@ -43,7 +43,7 @@ def watched(steps: dict[tuple, Callable[..., Any]]) -> dict[tuple, list[None]]:
     return calls
 
 
-def test_compiled_steps_are_used_at_every_length_and_change_nothing(small_llama):
+def test_compiled_steps_are_used_at_every_length_and_change_nothing(small_llama, monkeypatch):
     """Slots grow with every prompt, and are longer than what is read behind the long one."""
 
     def engine() -> Engine:
@@ -54,13 +54,18 @@ def test_compiled_steps_are_used_at_every_length_and_change_nothing(small_llama)
     lengths = [20, 90, 200, 300, 450, 30]
     expected = answers(engine(), lengths)
     compiled = engine()
-    compiled.runner.compile(1, compiled.shape)
+    for shape in (compiled.shape, DraftShape(1, 1, 2), None):
+        compiled.runner.compile(1, shape)
     used = watched(small_llama._compiled) | watched(compiled.drafter._compiled)
-    assert len(used) == 3, "the target's step, the drafter's reading and its chain"
+    assert len(used) == 6, "two steps of the target, for any draft and for none; two readings, two chains"
     before = counters["frames"]["total"], counters["stats"]["unique_graphs"]
+    as_it_is, decoding = small_llama._step, list[bool]()  # of steps that are not compiled, which ones read no prompt
+    monkeypatch.setattr(small_llama, "_step", lambda *args: (decoding.append(args[-1] is None), as_it_is(*args))[1])
     assert answers(compiled, lengths) == expected
     assert (counters["frames"]["total"], counters["stats"]["unique_graphs"]) == before, "compiled anew while decoding"
-    assert min(map(len, used.values())) > 2 * len(lengths), "compiled for nothing"
+    for size in ((1, 3, small_llama._layer_ids), ("follow", 1, 4), ("chain", 1, 2)):
+        assert len(used[size]) > 2 * len(lengths), f"{size} was compiled for nothing"
+    assert len(decoding) >= len(lengths) and not any(decoding), "a chain shortened at the end of an answer is padded"
     small_llama._compiled.clear()
 
 

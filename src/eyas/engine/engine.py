@@ -393,12 +393,15 @@ class Step:
 
 
 def compiled_sizes(most: int, shapes: Many[DraftShape]) -> list[tuple[int, DraftShape | None]]:
-    """Batches and drafts worth the time: all chains for one sequence, for many the short ones, which may pay."""
+    """Batches and drafts worth the time: all chains for one sequence, for many the short ones, which may pay.
+
+    Longer ones first: their steps take shorter ones too.
+    """
     sizes: list[tuple[int, DraftShape | None]] = []
     for sequences, longest in ((1, 64), (4, 3), (16, 1), (32, 1)):
         if sequences <= slot_bucket(most):
             chains = [s for s in shapes if s.eagle_topk == 1 and (s.num_steps <= longest or len(shapes) == 1)]
-            sizes += [(sequences, shape) for shape in (None, *chains)]
+            sizes += [(sequences, s) for s in (*sorted(chains, key=lambda s: -s.num_steps), None)]
     return sizes
 
 

@@ -18,6 +18,7 @@ from eyas.engine.sequence import Sequence
 from eyas.speculation.sampling import Rows, rows_of
 from eyas.speculation.tree import ancestor_mask, chain
 from eyas.target.contract import Block, Eagle3Target, TargetOutput
+from eyas.target.packing import FEWEST
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class Runner:
         self.cache = target.new_cache(rows)
         # [slots, catch_up_most + 1, states]: what the drafter has yet to read; the last place takes what is void
         self._pending: torch.Tensor | None = None
+        self._compiled: dict[int, set[int]] = {}  # by sequences: tokens of each in steps that are compiled
         if drafter:
             drafter.start(target, rows)
 
@@ -233,10 +235,13 @@ class Runner:
         return chain(self._roots(batch)[:, None])
 
     def verify(self, batch: Batch, draft: Draft) -> TargetOutput:
-        """One target pass over all drafts."""
+        """One target pass over all drafts, chains padded to a step that is compiled."""
         deltas = [s.rope_delta if s else 0 for s in batch.rows]
+        tokens, count = draft.tokens.clamp(min=0), draft.tokens.shape[1]
+        if (width := self._width(*tokens.shape)) > count and draft.parents is None:
+            tokens = torch.cat((tokens, tokens[:, -1:].expand(-1, width - count)), dim=1)
         block = Block(
-            draft.tokens.clamp(min=0),
+            tokens,
             batch.slot,
             self._tensor(batch.starts),
             batch.length,
@@ -244,7 +249,10 @@ class Runner:
             draft.depths,
             None if draft.parents is None else ancestor_mask(draft),
         )
-        return self._forward(block)
+        output = self._forward(block)
+        if tokens.shape[1] == count:
+            return output
+        return TargetOutput(output.logits[:, :count], output.states[:, :count] if output.states is not None else None)
 
     def paths(self, batch: Batch, draft: Draft) -> list[list[Path]]:
         """What ``constrain`` asks about. To be read before ``verify``, which a GPU would have to finish first."""
@@ -284,11 +292,26 @@ class Runner:
         return self._tensor([s.ids[-1] if s else 0 for s in batch.rows])
 
     def compile(self, sequences: int, shape: DraftShape | None) -> None:
-        """Has steps of so many sequences with a draft of this shape run compiled from now on."""
+        """Has steps of so many sequences with a draft of this shape, or shorter ones, run compiled from now on."""
         self._capture()
-        self.target.compile(sequences, shape.num_draft_tokens if shape else 1)
+        tokens = shape.num_draft_tokens if shape else 1
+        sizes = self._compiled.setdefault(sequences, set())
+        if self._width(sequences, tokens) not in sizes:
+            self.target.compile(sequences, tokens)
+            sizes.add(tokens)
         if shape and self.drafter:
             self.drafter.compile(sequences, catch_up_bucket(shape.num_steps + 1, self.catch_up_most), shape)
+
+    def _width(self, sequences: int, tokens: int) -> int:
+        """Tokens in a step that is compiled and takes these for nearly the same time; as many where there is none.
+
+        The rows behind a sequence for drafts (``spare_rows``) hold those of any step that is compiled. Plain steps stay
+        as they are: five tokens more cost one of SmolLM2's a twentieth.
+        """
+        if tokens == 1:
+            return 1
+        most = max(FEWEST // sequences, 1 << (tokens - 1).bit_length())
+        return min((n for n in self._compiled.get(sequences, ()) if tokens <= n <= most), default=tokens)
 
     def _forward(self, block: Block, **how: Any) -> TargetOutput:
         self._capture()
