@@ -6,7 +6,7 @@ WORKERS ?= 2
 PIP_INSTALL = $(VENV)/bin/python -m pip install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-engines lint wheels peers clean
+.PHONY: help demo test test-thorough test-engines lint wheels peers clean
 .NOTPARALLEL: # two installs into one environment would disturb each other
 
 help: ## show this list
@@ -15,8 +15,13 @@ help: ## show this list
 demo: $(VENV)/.eyas ## install Eyas, fetch SmolLM2 and run it with and without speculation
 	$(VENV)/bin/eyas run smollm2 --compare
 
-test: lint ## install Eyas with its test tools, check style and types, run all tests but those in real engines
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m "not engines" -n $(WORKERS) --dist worksteal
+PYTEST = OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+
+test: lint ## install Eyas with its test tools, check style and types, run the tests
+	$(PYTEST) -m "not engines and not thorough"
+
+test-thorough: $(VENV)/.eyas-test ## storms of requests, second runs, more models: more of the same at greater length
+	$(PYTEST) -m "thorough and not engines"
 
 # Environments that are there already are named by the variables of the tests; else they are made.
 VLLM = $(or $(EYAS_VLLM_PYTHON),$(CURDIR)/build/peers-vllm/bin/python)

@@ -120,6 +120,7 @@ def test_one_at_a_time(asked, tmp_path):
     assert results["settings"]["blocks"] is True
 
 
+@pytest.mark.thorough
 def test_one_that_dies_and_is_gone_on_with(asked, tmp_path, monkeypatch):
     monkeypatch.setenv("DIES", "with@4")
     with pytest.raises(BenchError, match=r"(?s)with speculation is gone \(.*exit code 7.*--resume"):
@@ -167,6 +168,7 @@ def test_relaunched_for_each_contender(asked, tmp_path):
     assert "--x" in found[2][2] and "--x" not in found[0][2]
 
 
+@pytest.mark.thorough
 def test_a_whole_search(asked, pair, tmp_path, monkeypatch):
     """Servers whose steps all take as long, and whose drafts are always right: the longest is the best."""
     monkeypatch.setenv("PAUSE", "0.05")  # whatever else runs on this machine

@@ -367,6 +367,7 @@ def test_what_is_dynamic_is_marked_as_such(name):
     assert all(row.reason for row in rows_.values() if row.status in ("undecided", "cannot"))
 
 
+@pytest.mark.thorough
 def test_the_matrix_of_vllm_agrees_with_an_independent_listing():
     name, found = "vllm-0.32.0", listing("vllm-0.32.0")
     text, multimodal = found.table("_TEXT_GENERATION_MODELS"), found.table("_MULTIMODAL_MODELS")

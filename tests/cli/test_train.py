@@ -114,6 +114,7 @@ def test_every_setting_is_a_flag_and_documented(eyas: Any, monkeypatch: pytest.M
             assert flag in shown and f"`{flag}`" in guide, flag
 
 
+@pytest.mark.thorough
 def test_two_processes_are_two_batches_an_update(eyas: Any, target: Path, data: Path, tmp_path: Path) -> None:
     """The same weights as one process that accumulates, and only one of the two speaks and writes."""
     command = ["train", target, "--data", data, *QUICK, "--device", "cpu", "--eval-every", 0, "--out"]

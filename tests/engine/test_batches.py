@@ -134,6 +134,7 @@ def assert_same_reports(one: Answer, other: Answer) -> None:
 
 @pytest.mark.parametrize("drafter", ["none", "scripted", "random"])
 @names
+@pytest.mark.thorough
 def test_a_second_company_goes_on_from_what_the_first_left(name, drafter):
     """Prompts that were read before start from their rows, while others run over and beside them."""
     expected = alone(name)
@@ -217,6 +218,7 @@ BUGS: dict[str, tuple[Any, str, str, str, str]] = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.thorough
 def test_these_tests_see(bug, monkeypatch):
     alone("llama")
     *place, drafter = BUGS[bug]

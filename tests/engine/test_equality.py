@@ -57,6 +57,7 @@ def test_errors_at_every_position(name, image, shape):
 
 
 @names
+@pytest.mark.thorough
 def test_prompts_that_end_around_window_and_chunk_borders(name):
     for length in BORDERS:
         expected = truth(name, length=length, tokens=24)

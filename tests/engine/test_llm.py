@@ -92,7 +92,9 @@ def test_complete_lets_one_listen():
     assert "".join(output.text for output in heard) == answer.text
 
 
-@pytest.mark.parametrize("speculation", ["auto", "fixed", "off"])
+@pytest.mark.parametrize(
+    "speculation", ["auto", *(pytest.param(s, marks=pytest.mark.thorough) for s in ("fixed", "off"))]
+)
 def test_how_much_is_drafted_changes_no_token(folders, speculation):
     expected = truth(NAME)
     llm = eyas.load(folders[0], drafter=folders[1], speculation=speculation, context_length=128)

@@ -54,6 +54,7 @@ def test_fp32_is_equal(shape):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.thorough
 def test_bf16_differs_by_near_ties_at_most(name):
     divergences = []
     for shape, sampling in (

@@ -156,6 +156,7 @@ class Touchy(HFTarget):
 @pytest.mark.parametrize("kind", ["none", "scripted", "random"])
 @pytest.mark.parametrize("size", [256, 45])
 @pytest.mark.parametrize("bad", [(LOUD,), (POISON,), (POISON, LOUD), (LOUD, LOUD)], ids=str)
+@pytest.mark.thorough
 def test_a_fault_in_a_group_is_that_of_one(bad, size, kind):
     """What raises is read again without it; what is NaN was never anybody else's. Twice: the slots are clean."""
     engine = Engine(

@@ -134,6 +134,7 @@ def test_unseeded_requests_differ():
 
 @pytest.mark.parametrize("setting", ["greedy with penalties", "temperature", "everything"])
 @pytest.mark.parametrize("case", ["llama", "gemma3", "qwen2.5-vl with an image"])
+@pytest.mark.thorough
 def test_an_answer_goes_on_as_if_it_had_never_stopped(case, setting):
     """From every few tokens on, plain and speculative."""
     request, expected, name = request_for(case, setting), plain(case, setting), INPUTS[case][0]

@@ -254,7 +254,13 @@ def test_an_error_between_two_steps_is_the_callers(served):
     assert within(job) == 7
 
 
-@pytest.mark.parametrize("where", ["schedule", "arrange", "observe", "layout", "half a layout"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "schedule",
+        *(pytest.param(w, marks=pytest.mark.thorough) for w in ("arrange", "observe", "layout", "half a layout")),
+    ],
+)
 def test_a_fault_of_the_engine_ends_who_is_there_and_no_more(served, where, monkeypatch):
     """Whoever comes after it is answered as ever, although the memory was just being arranged anew."""
     engine = served.llm.engine

@@ -48,7 +48,10 @@ def messages(prompt: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": prompt}]
 
 
-@pytest.mark.parametrize(("dtype", "shape"), [("float32", DraftShape(4, 1, 5)), ("bfloat16", DraftShape(3, 2, 8))])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [("float32", DraftShape(4, 1, 5)), pytest.param("bfloat16", DraftShape(3, 2, 8), marks=pytest.mark.thorough)],
+)
 def test_same_tokens_on_twenty_prompts(dtype: str, shape: DraftShape) -> None:
     """With the drafter that comes with Eyas, which is right about half of the time; ten answers at a time."""
     drafter = shipped_drafter("smollm2")
@@ -85,6 +88,7 @@ def loaded() -> LoadedTarget:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.thorough
 def test_accepted_drafts_change_nothing(sampling: SamplingParams, loaded: LoadedTarget) -> None:
     """As above with a drafter that is right more often."""
     target = HFTarget(loaded.model)

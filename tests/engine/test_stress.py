@@ -442,6 +442,7 @@ STEPS = 1000
 
 
 @pytest.mark.parametrize("name", STORMS)
+@pytest.mark.thorough
 def test_a_storm(name):
     drafter, shape, memory, running, faults, crowd = STORMS[name]
     seen = Storm(tiny(), drafter, shape, 7, memory, running).run(STEPS, faults, crowd)
@@ -455,6 +456,7 @@ def test_a_storm(name):
 
 
 @pytest.mark.parametrize("name", ["kimi-k2.5", "qwen2.5-vl", "gemma3-vl"])
+@pytest.mark.thorough
 def test_a_storm_with_images(name):
     seen = Storm(seeing(name), "scripted", TREE, 5, 2.5, 5).run(250, 0.004, 8)
     assert min(seen[what] for what in ("length", "aborts", "hits", "drafted", "victims")) > 0
@@ -557,6 +559,7 @@ BUGS = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.thorough
 def test_these_storms_see(bug, monkeypatch):
     world = tiny()
     plant(monkeypatch, *BUGS[bug])

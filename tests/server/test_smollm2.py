@@ -200,6 +200,7 @@ def seeded(server: Live, prompt: str, seed: int, **more: Any) -> tuple[str, int]
     return answer.choices[0].message.content, answer.usage.speculative["accepted"]
 
 
+@pytest.mark.thorough
 def test_a_seed_says_the_same_whatever_is_drafted_and_whoever_else_is_there(loaded, server):
     """Speculation off, fixed and auto; alone, and all at once."""
 

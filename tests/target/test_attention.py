@@ -249,6 +249,7 @@ def test_it_is_built_once_and_not_taken_from_others(tmp_path: Path) -> None:
     assert "is not this user's alone" in elsewhere(**fresh)
 
 
+@pytest.mark.thorough
 def test_a_damaged_one_is_built_anew(tmp_path: Path) -> None:
     fresh = {"EYAS_CACHE": str(tmp_path)}
     assert elsewhere(**fresh) == "None"
@@ -261,6 +262,7 @@ def test_a_damaged_one_is_built_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mask", [0o002, 0o077])
+@pytest.mark.thorough
 def test_whatever_the_umask_its_own_is_taken(mask: int, tmp_path: Path) -> None:
     for _ in range(2):
         assert elsewhere(mask, EYAS_CACHE=str(tmp_path / "cache")) == "None"

@@ -313,6 +313,7 @@ def test_a_model_that_cannot_do_with_parts_has_its_layers_one_by_one_and_says_so
 SCRIPT = Path(__file__).with_name("compiled_tuning.py")
 
 
+@pytest.mark.thorough
 def test_a_compiled_model_multiplies_by_the_packed_weights_also_from_the_cache(tmp_path: Path) -> None:
     supported(torch.float32)
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}

@@ -74,6 +74,7 @@ def same(one: Path, other: Path) -> bool:
     return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+@pytest.mark.thorough
 def test_eight_sequences_are_learned_by_heart(config: Config, target: Path, tmp_path: Path) -> None:
     """And the engine accepts nearly every token of it, at every position (the likeliest counts: some are close)."""
     eight = sets.write(tmp_path / "eight", sets.rows(8, length=24))
