@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 from bridges import actor
@@ -69,9 +68,3 @@ def engine(folder: Path, name: str, server: str = "") -> Path:
     script.parent.mkdir(parents=True, exist_ok=True)
     script.write_text(server or Path(actor.__file__).read_text())
     return folder
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

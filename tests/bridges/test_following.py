@@ -19,10 +19,10 @@ from typing import Any
 import psutil
 import pytest
 from bridges import actor
-from bridges.launching import free_port
 
 from eyas.bridges import following
 from eyas.bridges.following import Address, Ended, Event, Line, Ready, Server, Stage, Stopping
+from eyas.bridges.holders import free_port
 from eyas.bridges.sglang import launch as sglang
 from eyas.bridges.vllm import launch as vllm
 from eyas.core import EyasError

@@ -25,13 +25,13 @@ import httpx
 import psutil
 import pytest
 import torch
-from bridges.launching import free_port
 from model_files import tiny_llama, tiny_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2AudioConfig, Qwen2AudioEncoderConfig, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncoder
 
 from eyas.bridges.following import Address, Ended, Ready, Server
+from eyas.bridges.holders import free_port
 from eyas.bridges.metrics import Speculation, from_stats
 from eyas.bridges.vllm import launch as vllm
 from eyas.bridges.vllm.metrics import from_prometheus

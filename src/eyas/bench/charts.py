@@ -66,7 +66,7 @@ def bars(values: Sequence[float | None], what: str) -> str:
     return _svg(what, HEIGHT, *parts, _below("draft position"))
 
 
-def steps(parts: Mapping[str, Mapping[Any, float]], labels: Mapping[Any, str] | None = None, unit: str = "ms") -> str:
+def steps(parts: Mapping[str, Mapping[Any, float]], labels: Mapping[Any, str], unit: str = "ms") -> str:
     """A step of each side, and what it is made of: seconds, or with ``unit`` "%" shares of a whole."""
     longest = max(sum(p.values()) for p in parts.values()) or 1.0
     made, left = [], 64
@@ -76,7 +76,7 @@ def steps(parts: Mapping[str, Mapping[Any, float]], labels: Mapping[Any, str] | 
         for name, value in pieces.items():
             width = (WIDTH - left - 70) * value / longest
             time = "" if unit == "%" else f"{1000 * value:.3g} ms, "
-            title = f"{side} speculation, {(labels or {}).get(name, name)}: {time}{value / (whole or 1.0):.1%}"
+            title = f"{side} speculation, {labels[name]}: {time}{value / (whole or 1.0):.1%}"
             place = f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="24"'
             made.append(f'<rect class="{escape(name)}" {place}><title>{escape(title)}</title></rect>')
             x += width

@@ -67,10 +67,9 @@ _NAMES: tuple[tuple[Part, str], ...] = (
         r"|bitwise_\w+|logical_\w+|floor_divide|remainder|maximum|minimum|rsub|nonzero|repeat_interleave)_?$",
     ),
 )
-_PATTERNS = tuple((part, re.compile(pattern, re.IGNORECASE)) for part, pattern in _NAMES)
 
 
 @cache
 def part_of(name: str) -> Part:
     """Which part of a step a kernel or an operator belongs to; "other" where its name does not say."""
-    return next((part for part, pattern in _PATTERNS if pattern.search(name)), "other")
+    return next((part for part, pattern in _NAMES if re.search(pattern, name, re.IGNORECASE)), "other")

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from eyas.bench.workload import Prompt
 from eyas.bridges import launch
 from eyas.bridges.flags import Given
 from eyas.bridges.following import Ended, Ready, Server, Stage
+from eyas.bridges.holders import free_port
 from eyas.bridges.launch import Asked, DoesNotFitError, Plan
 from eyas.core import DraftShape, EyasError, SamplingParams, UsageError
 
@@ -82,12 +82,6 @@ def plainly(found: Plan) -> Plan:
             command.append(part)
     flags = {name: value for name, value in found.flags.items() if not name.startswith("speculative")}
     return replace(found, command=tuple(command), flags=flags, conversion=None)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Launched:

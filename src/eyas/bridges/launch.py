@@ -35,7 +35,7 @@ from eyas.bridges.report import Problem, Report
 from eyas.bridges.sglang import launch as sglang
 from eyas.bridges.target import open_target
 from eyas.bridges.vllm import launch as vllm
-from eyas.core import EyasError, UsageError
+from eyas.core import EyasError, UsageError, one_line
 from eyas.drafter.checkpoint import Checkpoint
 from eyas.drafter.convert import convert
 from eyas.drafter.dialects import read
@@ -221,7 +221,7 @@ def find_engine(name: str, python: Path, environment: Mapping[str, str]) -> Inst
         )
         said = json.loads(ran.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        raise UsageError(f"{python} does not run as a Python: {' '.join(str(error).split())}") from error
+        raise UsageError(f"{python} does not run as a Python: {one_line(error)}") from error
     if not said["origin"]:
         raise UsageError(f"{python} has no {name}; --engine-python names the Python of an environment that has it")
     return Installed(Path(said["origin"]).parent.parent, said["version"], said["plugin"])

@@ -42,7 +42,7 @@ def look_inside(interpreter: Interpreter, wrapper: Instance, names: Collection[s
         likely = _NAMES.search(attribute)
         if likely and not models and any(isinstance(v, Nothing) for v in options):
             answer = Wrapped("undecided", attribute, "", f"what self.{attribute} holds is chosen at run time")
-        answers = {has_all(classes, model.ref, names) for model in models}
+        answers = {_has_all(classes, model.ref, names) for model in models}
         inner = " or ".join(dict.fromkeys(model.ref.name for model in models))
         if answers == {True} and (len(models) == len(options) or UNKNOWN not in options):
             if not whole or _passed_whole(classes, wrapper.ref, attribute):
@@ -57,7 +57,7 @@ def look_inside(interpreter: Interpreter, wrapper: Instance, names: Collection[s
     return answer
 
 
-def has_all(classes: Classes, ref: ClassRef, names: Collection[str]) -> bool | None:
+def _has_all(classes: Classes, ref: ClassRef, names: Collection[str]) -> bool | None:
     """None is for "perhaps"."""
     found = [classes.find(ref, name) for name in names]
     return False if None in found else None if any(isinstance(f, Undecided) for f in found) else True

@@ -12,6 +12,7 @@ from eyas.cli.console import clean
 from eyas.cli.options import Debug, Json
 from eyas.cli.records import print_json
 from eyas.cli.tables import grid, page
+from eyas.core import UsageError
 
 if TYPE_CHECKING:
     from eyas.drafter.convert import Conversion
@@ -48,6 +49,8 @@ def convert(
     from eyas.drafter.convert import convert as do
     from eyas.drafter.verifier import Verifier
 
+    if engine_path and to == "eagle":
+        raise UsageError("--engine-path is for --to sglang or vllm: no engine is looked at for EAGLE's own dialect.")
     verifier = Verifier.read(target) if target else None
     engine = open_engine(to, engine_path).find if engine_path else None
     done = do(drafter, to, out, target=verifier, engine=engine, force=force)

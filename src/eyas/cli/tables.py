@@ -16,10 +16,10 @@ WIDTH = 100
 Cells = list[list[str]]  # the first row is the header's
 
 
-def page(width: int = WIDTH) -> Console:
+def page() -> Console:
     """Stdout, no wider than reads well."""
     out = console()
-    out.width = min(out.width, width)
+    out.width = min(out.width, WIDTH)
     return out
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
 
-from eyas.core import EyasError, TargetError
+from eyas.core import EyasError, TargetError, one_line
 from eyas.files import read_json
 from eyas.progress import Report, note, on_stderr, without_bars
 from eyas.target.gguf import read_gguf_model, read_gguf_tokenizer
@@ -68,7 +68,7 @@ def smollm2_folder(progress: Report | None = None) -> Path:
             raise
         except Exception as error:  # a full or read-only disk raises OSError here and SafetensorError there
             raise TargetError(
-                f"cannot prepare SmolLM2 in {final.parent}: {' '.join(str(error).split())}. It needs 500 MB there for "
+                f"cannot prepare SmolLM2 in {final.parent}: {one_line(error)}. It needs 500 MB there for "
                 "a moment and 275 MB to stay; EYAS_CACHE names another folder."
             ) from error
     return final
