@@ -115,3 +115,12 @@ def test_an_object_and_none(tmp_path: Path) -> None:
         read_json(tmp_path, CheckpointError)
     file.write_text(json.dumps({"ä": None}), encoding="utf-8")
     assert read_json(file, CheckpointError) == {"ä": None}
+
+
+def test_what_a_dead_process_left_goes_whatever_the_name(tmp_path: Path) -> None:
+    stale, gone = tmp_path / ".m[1].part-dead", tmp_path / ".m[1].part-gone"
+    stale.mkdir()
+    gone.symlink_to(tmp_path / "nowhere")  # as one that vanishes while it is looked at
+    with whole_folder(tmp_path / "m[1]") as folder:
+        (folder / "a").write_text("x")
+    assert not stale.exists() and (tmp_path / "m[1]" / "a").read_text() == "x"

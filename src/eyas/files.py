@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import glob
 import json
 import os
 import shutil
@@ -27,9 +28,10 @@ def write_json(path: Path, content: Any) -> None:
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A name beside ``path`` to write to. In the end it is on the disk, and then takes the place of ``path``.
+    """A name beside ``path`` to write to, for one writer at a time.
 
-    Where the block or the disk fails, ``path`` keeps what it held; a killed process leaves ``.NAME.part`` beside it.
+    In the end it is on the disk, and then takes the place of ``path``. Where the block or the disk fails, ``path``
+    keeps what it held; a killed process leaves ``.NAME.part`` beside it.
     """
     draft = path.with_name(f".{path.name}.part")
     try:
@@ -105,7 +107,7 @@ def _work_folder(out: Path) -> tuple[Path, int | None]:
     prefix = f".{out.name}.part-"
     parent = _lock(out.parent, wait=True)
     try:
-        for stale in out.parent.glob(f"{prefix}*"):
+        for stale in out.parent.glob(f"{glob.escape(prefix)}*"):
             if (free := _lock(stale)) is not None:
                 shutil.rmtree(stale, ignore_errors=True)
                 _unlock(free)
@@ -116,8 +118,11 @@ def _work_folder(out: Path) -> tuple[Path, int | None]:
 
 
 def _lock(folder: Path, wait: bool = False) -> int | None:
-    """A descriptor that holds the folder's lock, or None where it cannot be had (in use, or a disk without locks)."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    """A descriptor that holds the folder's lock, or None where it cannot be had (in use, gone, or no locks here)."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

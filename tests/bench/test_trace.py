@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import time
 
 import pytest
@@ -182,3 +183,11 @@ def test_what_cannot_be_read(tmp_path, monkeypatch):
             split(read(write(tmp_path / "t.json", events)))
     with pytest.raises(TraceError, match="takes any time"):
         split(read(write(tmp_path / "t.json", [kernel("nvjet_x", 5, 0)])))
+
+
+@pytest.mark.parametrize(("event", "said"), [({"ts": 1, "dur": 0}, "takes any time"), ({"ts": 10**400}, "has no time")])
+def test_an_operator_without_time(tmp_path, event, said):
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", **event}]}))
+    with pytest.raises(trace.TraceError, match=said):
+        trace.split(trace.read(path))

@@ -115,7 +115,7 @@ def _kept(found: dict[str, Any]) -> Any:
         return None
     try:
         start, duration = float(found["ts"]), float(found.get("dur", 0))
-    except (TypeError, KeyError) as error:
+    except (TypeError, KeyError, OverflowError) as error:
         raise ValueError(f"an event {str(found.get('name'))[:80]!r} has no time") from error
     if not (math.isfinite(start) and math.isfinite(duration)):
         raise ValueError(f"an event {str(found.get('name'))[:80]!r} lasts for ever")
@@ -151,7 +151,7 @@ def split(events: Sequence[Event], steps: int | None = None) -> Split:
     if windows:
         steps = len(windows)
     else:
-        windows = [(min(span.start for span in spans), max(span.end for span in spans))]
+        windows = [(min((s.start for s in spans), default=0.0), max((s.end for s in spans), default=0.0))]
     seconds = {part: time / 1e6 for part, time in shared(spans, windows).items()}
     if not sum(seconds.values()):
         raise TraceError("nothing in it takes any time.")

@@ -288,7 +288,7 @@ class Engine:
                     break
             if sequence.finish_reason is None:
                 return Output(sequence.request.id, tuple(emitted))
-            tail = sequence.text.flush() if sequence.text else ""
+            tail = sequence.flush()
         except Exception as error:  # a tokenizer's, say
             return self._fail(sequence, error)
         self.scheduler.finish(sequence, min(sequence.length, len(sequence.ids)))

@@ -112,6 +112,15 @@ class Sequence:
             self.finish_reason = "length"
         return text
 
+    def flush(self) -> str:
+        """The end of the text, which may hold a stop string that nothing had been certain of."""
+        if self.text is None:
+            return ""
+        tail = self.text.flush()
+        if self.text.stopped is not None and self.finish_reason == "length":
+            self.finish_reason, self.stop_reason = "stop", self.text.stopped
+        return tail
+
     @property
     def given(self) -> int:
         """Tokens that came with the request."""
