@@ -8,11 +8,10 @@ import stat
 from pathlib import Path
 
 import pytest
-from bridges.launching import free_port
 
 from eyas.bridges import holders
 from eyas.bridges.following import Address
-from eyas.bridges.holders import check_gpus, check_port
+from eyas.bridges.holders import check_gpus, check_port, free_port
 from eyas.core import EyasError
 
 # As nvidia-smi --format=csv,noheader,nounits answers.

@@ -16,9 +16,10 @@ from typing import Any
 import psutil
 import pytest
 from bridges import actor, pairs
-from bridges.launching import engine, free_port
+from bridges.launching import engine
 
 from eyas.bridges import following, holders
+from eyas.bridges.holders import free_port
 
 WRAPPED = {"architectures": ["WrapperForConditionalGeneration"], "text_config": pairs.TARGET}
 
