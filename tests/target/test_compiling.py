@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import zoo
 from torch._dynamo.utils import counters
 
@@ -14,6 +15,8 @@ from eyas.drafter.eagle3 import Eagle3Drafter
 from eyas.drafter.model import untrained
 from eyas.engine.engine import Engine
 from eyas.target.adapter import HFTarget
+from eyas.target.compiling import ANY
+from eyas.target.contract import Block, TargetOutput
 
 
 @pytest.fixture
@@ -66,6 +69,52 @@ def test_compiled_steps_are_used_at_every_length_and_change_nothing(small_llama,
     for size in ((1, 3, small_llama._layer_ids), ("follow", 1, 4), ("chain", 1, 2)):
         assert len(used[size]) > 2 * len(lengths), f"{size} was compiled for nothing"
     assert len(decoding) >= len(lengths) and not any(decoding), "a chain shortened at the end of an answer is padded"
+    small_llama._compiled.clear()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_prompts_of_any_length_are_read_by_one_compiled_step(name):
+    """Gemma 3 has a mask for each of two kinds of layers."""
+    target = HFTarget(zoo.case(name).model)
+    prompt = torch.tensor([zoo.case(name).prompt(200, seed=1)])
+    pieces = [(0, 7), (7, 9), (9, 60), (60, 61), (61, 200), (0, 200), (0, 2)]
+
+    def read() -> list[TargetOutput]:
+        cache = target.new_cache(256)
+        target.set_eagle3_layers_to_capture((1, 2))
+        blocks = [Block(prompt[:, a:b], 0, torch.tensor([a]), b) for a, b in pieces]
+        return [target.forward(block, cache, ends=torch.tensor([block.tokens.shape[1] - 1])) for block in blocks]
+
+    expected = read()
+    target.compile(1, None)
+    used = watched(target._compiled)
+    before = counters["frames"]["total"], counters["stats"]["unique_graphs"]
+    for output, other in zip(read(), expected, strict=True):
+        torch.testing.assert_close(output.logits, other.logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(output.states, other.states, rtol=1e-4, atol=1e-4)
+    assert (counters["frames"]["total"], counters["stats"]["unique_graphs"]) == before, "compiled anew while reading"
+    assert [len(calls) for calls in used.values()] == [len(pieces) - 1], "all but the piece of one token"
+    target._compiled.clear()
+
+
+def test_reading_compiled_changes_no_answer(small_llama):
+    """Pieces of a chunk's size, and what is left of a prompt behind them; two prompts together are read as before."""
+
+    def engine() -> Engine:
+        drafter = Eagle3Drafter(untrained(small_llama.hidden_size, small_llama.num_layers, small_llama.vocab_size))
+        settings = {"context_length": 480, "max_running_requests": 2, "chunked_prefill_size": 64}
+        return Engine(small_llama, drafter, shape=DraftShape(2, 1, 3), **settings)
+
+    lengths = [20, 90, 3, 65, 300, 2]
+    expected = answers(engine(), lengths)
+    compiled = engine()
+    compiled.runner.compile_reading()
+    used = watched(small_llama._compiled) | watched(compiled.drafter._compiled)
+    before = counters["frames"]["total"]
+    assert answers(compiled, lengths) == expected
+    assert counters["frames"]["total"] == before, "compiled anew while reading"
+    assert len(used[1, ANY, small_llama._layer_ids]) == 1 + 2 + 1 + 1 + 5 + 1, "pieces of more than one token"
+    assert len(used["follow", 1, ANY]) > 10
     small_llama._compiled.clear()
 
 

@@ -95,8 +95,11 @@ class Drafter(Protocol):
     def extend(self, true: TrueStates) -> None:
         """Takes over what the target has computed, in order, without gaps; what was drafted there before is dropped."""
 
-    def compile(self, sequences: int, tokens: int, shape: DraftShape) -> None:
-        """Has ``extend`` by ``tokens`` each and ``propose`` run compiled for so many sequences, where that can be."""
+    def compile(self, sequences: int, tokens: int | None, shape: DraftShape | None) -> None:
+        """Has ``extend`` by ``tokens`` each (None: any number) and ``propose`` run compiled for so many sequences.
+
+        Where that can be; no ``propose`` without a ``shape``.
+        """
 
     def propose(self, drafting: Drafting, shape: DraftShape) -> Draft:
         """One draft for each sequence, rooted at its last token, from all that ``extend`` has been given."""

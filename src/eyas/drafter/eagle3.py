@@ -18,7 +18,7 @@ from eyas.speculation.sampling import Rows, draft_scores
 from eyas.speculation.top import largest
 from eyas.speculation.tree import Frontier, TreeBuilder, chain
 from eyas.target.cache import LayerShape, SlotCache, StepCache
-from eyas.target.compiling import Step, any_length, compiled
+from eyas.target.compiling import ANY, Step, any_length, compiled
 from eyas.target.contract import Eagle3Target
 
 Views = dict[int, tuple[torch.Tensor, torch.Tensor]]  # by layer: keys and values [B, kv_heads, S, head_dim], to write
@@ -38,7 +38,7 @@ class Eagle3Drafter:
     def __init__(self, model: Eagle3Model):
         self.model = model
         self.layer_ids = model.aux_layer_ids
-        self._compiled: dict[tuple[str, int, int], Step] = {}  # by function, sequences, and tokens or steps
+        self._compiled: dict[tuple[str, int, int], Step] = {}  # by function, sequences, and tokens (or ANY) or steps
 
     @property
     def row_nbytes(self) -> int:
@@ -77,7 +77,9 @@ class Eagle3Drafter:
         if true.image_mask is not None and true.embeds is not None and true.embeds.shape == embeds.shape:
             embeds = torch.where(true.image_mask[..., None], true.embeds.to(embeds.dtype), embeds)
         views, tips = self._slots(true.slot, len(true.tokens), true.length)
-        step = self._compiled.get(("follow", *true.tokens.shape), partial(follow, self.model))
+        sequences, count = true.tokens.shape
+        any_count = self._compiled.get(("follow", sequences, ANY)) if count > 1 else None
+        step = self._compiled.get(("follow", sequences, count)) or any_count or partial(follow, self.model)
         newest = step(views, self._columns(true.length), tips, true.starts, true.counts, true.states, embeds)
         for tip, new in zip(tips, newest, strict=True):
             tip.copy_(new)
@@ -95,9 +97,12 @@ class Eagle3Drafter:
         return chain(torch.cat([drafting.roots[:, None], tokens], dim=1))
 
     @torch.inference_mode()
-    def compile(self, sequences: int, tokens: int, shape: DraftShape) -> None:
-        """Has ``extend`` by so many tokens each, and greedy chains, run compiled for so many sequences from now on."""
-        config = self.model.config
+    def compile(self, sequences: int, tokens: int | None, shape: DraftShape | None) -> None:
+        """Has ``extend`` by so many tokens each (None: any number), and greedy chains of this shape, run compiled.
+
+        For so many sequences, from now on.
+        """
+        config, size = self.model.config, tokens or ANY
         with torch.inference_mode(False):  # as those of an engine are; the compiler tells the two kinds apart
             cache = SlotCache(self.cache.shapes, sequences * 128)
             cache.layout(sequences, 128)
@@ -108,13 +113,15 @@ class Eagle3Drafter:
         counts = torch.ones(sequences, dtype=torch.long, device=self.model.device)
         width = config.num_aux * config.target_hidden_size
         states, embeds = (
-            counts.new_zeros(sequences, tokens, n, dtype=self.model.dtype) for n in (width, config.hidden_size)
+            counts.new_zeros(sequences, tokens or 48, n, dtype=self.model.dtype) for n in (width, config.hidden_size)
         )
-        if ("follow", sequences, tokens) not in self._compiled:
+        if tokens is None:
+            any_length([states, embeds], dim=1)
+        if ("follow", sequences, size) not in self._compiled:
             step = compiled(follow, self.model)
             step(views, columns, tips, 0 * counts, counts, states, embeds)
-            self._compiled["follow", sequences, tokens] = step
-        if shape.eagle_topk == 1 and ("chain", sequences, shape.num_steps) not in self._compiled:
+            self._compiled["follow", sequences, size] = step
+        if shape and shape.eagle_topk == 1 and ("chain", sequences, shape.num_steps) not in self._compiled:
             step = compiled(greedy_chain, self.model)
             step(views, columns, tips, counts, shape.num_steps)
             self._compiled["chain", sequences, shape.num_steps] = step

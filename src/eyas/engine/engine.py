@@ -117,15 +117,17 @@ class Engine:
         return outputs
 
     def compile(self, report: Callable[[str, float], None] = lambda what, share: None) -> None:
-        """Compiles decoding steps before they are needed: minutes on a machine's first time, then seconds each.
+        """Compiles steps before they are needed: minutes on a machine's first time, then seconds each.
 
         Other steps run as they are. ``report`` hears what is being done, and how much of it all is behind.
         """
         if not self.target.compilable:
             return
         sizes = compiled_sizes(self.scheduler.max_running, self.policy.shapes if self.drafter else ())
-        for done, (sequences, shape) in enumerate(sizes):
-            report(f"compiling steps: {sequences} x {describe(shape)}", done / len(sizes))
+        report("compiling steps: prompts", 0.0)
+        self.runner.compile_reading()
+        for done, (sequences, shape) in enumerate(sizes, start=1):
+            report(f"compiling steps: {sequences} x {describe(shape)}", done / (len(sizes) + 1))
             self.runner.compile(sequences, shape)
 
     def abort(self, request_id: str) -> None:

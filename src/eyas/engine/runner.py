@@ -291,6 +291,13 @@ class Runner:
     def _roots(self, batch: Batch) -> torch.Tensor:
         return self._tensor([s.ids[-1] if s else 0 for s in batch.rows])
 
+    def compile_reading(self) -> None:
+        """Has pieces of prompts that are read one at a time run compiled from now on, however long they are."""
+        self._capture()
+        self.target.compile(1, None)
+        if self.drafter:
+            self.drafter.compile(1, None, None)
+
     def compile(self, sequences: int, shape: DraftShape | None) -> None:
         """Has steps of so many sequences with a draft of this shape, or shorter ones, run compiled from now on."""
         self._capture()

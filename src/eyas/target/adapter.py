@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from eyas.core import EyasError, TargetError, UsageError
 from eyas.target import special
 from eyas.target.cache import LayerShape, ProbeCache, SlotCache, StepCache
-from eyas.target.compiling import Step, any_length, compiled
+from eyas.target.compiling import ANY, Step, any_length, compiled
 from eyas.target.contract import Block, TargetOutput
 from eyas.target.masks import MaskKinds
 from eyas.target.packing import PackedLinear
@@ -75,7 +75,7 @@ class HFTarget:
         self._cache_name = cache_argument(model)
         self._layer_ids: tuple[int, ...] = ()
         self._noted = Noted()
-        self._compiled: dict[tuple[int, int, tuple[int, ...]], Step] = {}  # by sequences, tokens and captured layers
+        self._compiled: dict[tuple[int, int, tuple[int, ...]], Step] = {}  # by sequences, tokens (ANY), captured layers
         self._hooks: dict[int, RemovableHandle] = {}
         weakref.finalize(self, remove, self._hooks)  # the model may live on
         self._shapes = self._probe()
@@ -147,8 +147,9 @@ class HFTarget:
         positions = places.clamp(max=self._last_position)  # before the deltas: behind a video they count further
         positions = positions if block.rope_deltas is None else positions + block.rope_deltas[:, None]
         masks = self._masks.build(block, self.dtype)
-        if ends is None and (step := self._compiled.get((batch, count, self._layer_ids))) is not None:
-            return TargetOutput(*step(block.tokens, positions, masks, block.starts, views))
+        wanted = () if ends is None or count == 1 else (ends,)
+        if (step := self._compiled.get((batch, ANY if wanted else count, self._layer_ids))) is not None:
+            return TargetOutput(*step(block.tokens, positions, masks, block.starts, views, *wanted))
         with special.llama4_temperature(self.layers, places), special.llama4_wrapper(self.model):
             return TargetOutput(*self._step(block.tokens, positions, masks, block.starts, views, ends))
 
@@ -202,14 +203,16 @@ class HFTarget:
         return not special.needs_help(self.model, self.layers)
 
     @torch.inference_mode()
-    def compile(self, sequences: int, tokens: int) -> None:
+    def compile(self, sequences: int, tokens: int | None) -> None:
         """Has ``forward`` run blocks of this size compiled from now on, capturing the layers it captures now.
 
-        Takes up to a minute the first time on a machine, and seconds when torch finds its work in its cache.
+        ``tokens`` None: blocks of any number of tokens of which only the logits at ``ends`` are wanted. Takes a minute
+        or two the first time on a machine, and seconds when torch finds its work in its cache.
         """
-        size = (sequences, tokens, self._layer_ids)
+        size = (sequences, tokens or ANY, self._layer_ids)
         if size in self._compiled:
             return
+        reads, tokens = tokens is None, tokens or 48
         length = max(tokens, 64)
         with torch.inference_mode(False):  # as an engine's cache is; the compiler tells the two kinds apart
             cache = self.new_cache(sequences * 2 * length)
@@ -219,11 +222,16 @@ class HFTarget:
         ids = torch.zeros(sequences, tokens, dtype=torch.long, device=self.device)
         positions = (starts[:, None] + torch.arange(tokens, device=self.device)).clamp(max=self._last_position)
         masks = self._masks.build(Block(ids, 0, starts, length), self.dtype)
+        kinds = list(masks.values()) if isinstance(masks, dict) else [masks]
         any_length((part for pair in views.values() for part in pair), dim=2)
-        any_length(masks.values() if isinstance(masks, dict) else [masks], dim=3)
+        any_length(kinds, dim=3)
+        if reads:
+            any_length(kinds, dim=2)
+            any_length([ids, positions], dim=1)
         gc.collect()  # another target of the same model that is garbage would take its hooks away while this is traced
         step = compiled(type(self)._step, self)
-        step(ids, positions, masks, starts, views)
+        # one tensor twice would be compiled as one argument
+        step(ids, positions, masks, starts, views, *([starts.clone()] if reads else []))
         self._compiled[size] = step
 
     def image_positions(self, tokens: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""Steps compiled ahead of their use, one for each size of batch, with as many cache rows as there happen to be."""
+"""Steps compiled ahead of their use, one for each size of batch, with as many cache rows as there happen to be.
+
+Reading is one step for prompts of any length.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from eyas.target.packing import PRODUCT
 
 Step = Callable[..., Any]
+ANY = 0  # instead of a number of tokens: a step that takes whatever it is given
 
 
 def compiled(function: Callable[..., Any], *bound: Any) -> Step:
