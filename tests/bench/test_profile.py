@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from eyas.bench.sides import EndpointSide
 from eyas.bench.trace import TraceError
 from eyas.bench.workload import Prompt, Workload
 from eyas.bridges.code.source import open_engine
+from eyas.bridges.profiling import Profiling
 from eyas.bridges.sglang import launch as sglang
 from eyas.bridges.vllm import launch as vllm
 from eyas.core import DraftShape, UsageError
@@ -69,7 +71,7 @@ def test_what_goes_wrong_is_said(asked, tmp_path, monkeypatch, fault, words):  #
     found, notes = asyncio.run(profiled(asked, tmp_path / "r.json", first=1))
     assert found == [], "of the side with speculation, which alone was asked for"
     assert [note.split(":")[0] for note in notes] == [f"no profile with speculation at concurrency {n}" for n in (1, 2)]
-    assert all(words in note for note in notes)
+    assert all(words in note for note in notes), notes
 
 
 def test_one_that_dies_meanwhile(asked, tmp_path, monkeypatch):  # noqa: F811
@@ -158,6 +160,67 @@ def test_a_server_that_does_not_count_first_tokens(tmp_path):
         asyncio.run(go(server))
 
 
+def test_requests_that_do_not_run_at_once(tmp_path):
+    async def go(server: SGLang) -> None:
+        one = sglang_side(server, tmp_path)
+        one.side.sampling = replace(PARAMS, max_tokens=1)
+        try:
+            await profile._profile(one, PROMPTS, 3)
+        finally:
+            await one.side.close()
+
+    with (
+        serving(SGLang(faults=[500], pause=0.2)) as server,
+        pytest.raises(BenchError, match="3 requests do not decode together"),
+    ):
+        asyncio.run(go(server))
+
+
+class OldVLLM(Server):
+    """Writes what its front end and its workers did when it is told to stop, and never stops by itself."""
+
+    folder: Path
+    begin: float
+    profiled: float = 0.0
+
+    def app(self) -> FastAPI:
+        app = super().app()
+
+        @app.post("/start_profile")
+        def start() -> Response:
+            self.begin = time.monotonic()
+            return Response()
+
+        @app.post("/stop_profile")
+        def stop() -> Response:
+            self.profiled = time.monotonic() - self.begin
+            write(self.folder / "a_12.async_llm.1.pt.trace.json.gz", [])
+            write(self.folder / "b_13.rank0.1.pt.trace.json.gz", gpu_steps(STEPS, 1000, 515))
+            return Response()
+
+        return app
+
+
+def test_an_engine_that_does_not_stop_by_itself(tmp_path, monkeypatch):
+    """It is stopped after a glance, and its front end's trace is none of a worker."""
+    monkeypatch.setattr(profile, "GLANCE", 0.3)
+
+    async def go(server: OldVLLM) -> dict:
+        side = EndpointSide("with", Endpoint(server.url, model="m"), replace(PARAMS, max_tokens=256))
+        side.plan, side.server = SimpleNamespace(asked=SimpleNamespace(engine="vllm")), None
+        try:
+            return await profile._profile(Profiled(side, Profiling(ends=False), tmp_path), PROMPTS, 2)
+        finally:
+            await side.close()
+
+    server = OldVLLM(pause=0.02)
+    server.folder = tmp_path
+    with serving(server) as running:
+        found = asyncio.run(go(running))
+    assert 0.3 <= server.profiled < 3 and found["ranks"] == 1 and "rank0" in found["trace"]
+    assert found["shares"]["allreduce"] == pytest.approx(0.515)
+
+
 def test_the_first_rank():
     names = ["dp0_pp0_tp1_dcp0_ep1_rank1.2.pt.trace.json.gz", "dp0_pp0_tp0_dcp0_ep0_rank0.9.pt.trace.json.gz"]
     assert rank_zero([Path(name) for name in names]) == (Path(names[1]), 2)
@@ -172,7 +235,7 @@ def test_the_first_rank():
 
 def test_todays_vllm(tmp_path):
     place = profilers.with_config(engine(tmp_path, "vllm"))
-    how = vllm.profiling(open_engine("vllm", place), tmp_path / "t", 11)
+    how = vllm.profiling(open_engine("vllm", place), tmp_path / "t", 10)
     config = {
         "profiler": "torch",
         "torch_profiler_dir": str(tmp_path / "t"),
@@ -191,11 +254,19 @@ def test_a_profiler_of_ones_own(asked, tmp_path):  # noqa: F811
         prepared(sides, tmp_path / "r.json")
 
 
+def test_an_older_vllm_that_counts_its_steps(tmp_path):
+    place = engine(tmp_path, "vllm")
+    names = ("VLLM_TORCH_PROFILER_DIR", "VLLM_PROFILER_MAX_ITERS", "VLLM_TORCH_PROFILER_DISABLE_ASYNC_LLM")
+    (place / "vllm" / "envs.py").write_text(f"x = {names}")
+    how = vllm.profiling(open_engine("vllm", place), tmp_path / "t", 10)
+    assert how.variables == dict(zip(names, (str(tmp_path / "t"), "11", "1"), strict=True)) and how.ends
+
+
 def test_an_older_vllm_and_one_without(tmp_path):
     place = engine(tmp_path, "vllm")
     with pytest.raises(UsageError, match="has neither ProfilerConfig nor VLLM_TORCH_PROFILER_DIR"):
-        vllm.profiling(open_engine("vllm", place), tmp_path / "t", 11)
-    how = vllm.profiling(open_engine("vllm", profilers.with_variables(place)), tmp_path / "t", 11)
+        vllm.profiling(open_engine("vllm", place), tmp_path / "t", 10)
+    how = vllm.profiling(open_engine("vllm", profilers.with_variables(place)), tmp_path / "t", 10)
     known = {"VLLM_TORCH_PROFILER_DIR": str(tmp_path / "t"), "VLLM_TORCH_PROFILER_WITH_STACK": "0"}
     assert (how.flags, how.variables) == ((), known) and not how.ends, "it cannot count, so it is told when to stop"
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 
 import pytest
 
@@ -80,8 +82,15 @@ def test_files_without_a_prompt(tmp_path):
     with pytest.raises(UsageError, match=r"leaves no prompt to ask: 9 not JSON \(lines 1, 2, 3, 4, 5, \.\.\.\)"):
         from_file(file)
     file.write_text("")
-    with pytest.raises(UsageError, match="leaves no prompt"):
+    with pytest.raises(
+        UsageError, match=r"bad.jsonl \(SHA-256 e3b0c44298fc\) leaves no prompt to ask: nothing is in it\."
+    ):
         from_file(file)
+    os.mkfifo(pipe := tmp_path / "pipe")
+    writer = threading.Thread(target=pipe.write_text, args=('{"prompt": "Hi."}\n',))
+    writer.start()
+    assert len(from_file(pipe).prompts["pipe"]) == 1
+    writer.join()
     with pytest.raises(DataError, match="cannot be read"):
         from_file(tmp_path / "missing.jsonl")
     with pytest.raises(UsageError, match="no built-in prompts for 'poems'"):

@@ -65,11 +65,19 @@ class Endpoint:
                 return True
         return False
 
-    async def _reach(self, method: str, path: str) -> httpx.Response:
+    async def post(self, path: str, body: Mapping[str, Any] | None, seconds: float) -> tuple[int, str]:
+        """The status and the text of the answer. Raises BenchError where nobody answers within so many seconds."""
+        reply = await self._reach("POST", path, body, seconds)
+        return reply.status_code, reply.text
+
+    async def _reach(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, seconds: float = 30.0
+    ) -> httpx.Response:
         import httpx
 
+        time_out = httpx.Timeout(seconds, connect=10.0)
         try:
-            return await self._http.request(method, self.root + path, timeout=httpx.Timeout(30.0, connect=10.0))
+            return await self._http.request(method, self.root + path, json=body, timeout=time_out)
         except httpx.HTTPError as error:
             raise BenchError(f"{self.shown} cannot be reached ({_what(error)}): is the server running?") from error
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from eyas.bench import trace
-from eyas.bench.client import KEY
 from eyas.bench.launched import LaunchedSide
 from eyas.bench.pairing import Plan, fitting, mixed_up
 from eyas.bench.passes import SIDES, Answer, BenchError, Level, Name
@@ -55,8 +53,7 @@ def prepared(sides: Mapping[Name, LaunchedSide], out: Path) -> list[Profiled]:
         if any(part.startswith(("--profiler-config", "--profiler_config")) for part in side.plan.asked.arguments):
             raise UsageError("--profiler-config is for --profile to give: leave out one of them.")
         engine = {"vllm": vllm, "sglang": sglang}[side.plan.asked.engine]
-        # vLLM looks at the marks of its passes: as many steps as there are pairs of them.
-        how: Profiling = engine.profiling(side.plan.source, traces, STEPS + (engine is vllm))
+        how: Profiling = engine.profiling(side.plan.source, traces, STEPS)
         found.append(Profiled(side, how, traces))
     return found
 
@@ -189,15 +186,8 @@ async def _start(one: Profiled, name: str) -> None:
 
 
 async def _post(side: LaunchedSide, path: str, body: Mapping[str, Any] | None) -> tuple[int, str]:
-    """The status and the text of the answer. Raises BenchError where nobody answers."""
-    import httpx
-
-    key = os.environ.get(KEY)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    """The status and the text of the answer. Raises BenchError where nobody answers, with the engine's own reason."""
     try:
-        async with httpx.AsyncClient(headers=headers, timeout=WRITING, trust_env=False) as client:
-            reply = await client.post(side.endpoint.root + path, json=body)
-    except httpx.HTTPError as error:
-        why = side.server.why if side.server is not None else ""
-        raise BenchError(why or f"{path} is not answered ({type(error).__name__}).") from error
-    return reply.status_code, reply.text
+        return await side.endpoint.post(path, body, WRITING)
+    except BenchError as error:
+        raise BenchError(side.server.why if side.server and side.server.why else str(error)) from error

@@ -24,8 +24,8 @@ DEVICE, HOST = ("kernel", "gpu_memcpy", "gpu_memset"), "cpu_op"
 MARKS = ("gpu_user_annotation", "user_annotation")
 # What engines call a forward pass of the target: vLLM (now and formerly), SGLang (which names its drafter's "DRAFT").
 _FORWARD = re.compile(
-    r"execute_(\d+_)?context_(?P<reading>\d+)\(.*\)_generation_(?P<writing>\d+)\("
-    r"|execute_new_(?P<new>\d+)_cached_(?P<cached>\d+)"
+    r"execute_(\d{1,9}_)?context_(?P<reading>\d{1,9})\(.*\)_generation_(?P<writing>\d{1,9})\("
+    r"|execute_new_(?P<new>\d{1,9})_cached_(?P<cached>\d{1,9})"
     r"|step\[(?!DRAFT)(?P<stage>\w+)"
 )
 # Where several run at once, the time is theirs that compute, before those that only wait for data.

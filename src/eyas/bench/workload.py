@@ -12,7 +12,7 @@ from eyas.bench.prompts import BUILTIN
 from eyas.core import UsageError
 from eyas.training.conversation import Messages, question, up_to_the_last_question
 from eyas.training.dataset import DataError
-from eyas.training.sources import file_hash, parse_conversation
+from eyas.training.sources import parse_conversation
 
 NAMED = 5  # lines left out that are named, of each reason
 
@@ -51,7 +51,8 @@ class Workload:
         kept = {task: prompts for task, prompts in fitting.items() if prompts}
         workload = Workload(kept, self.source, (*self.left_out, *left_out))
         if not kept:
-            raise UsageError(f"{self.source} leaves no prompt to ask: {'; '.join(workload.left_out)}.")
+            why = "; ".join(workload.left_out) or "nothing is in it"
+            raise UsageError(f"{self.source} leaves no prompt to ask: {why}.")
         return workload
 
 
@@ -70,8 +71,12 @@ def from_file(path: Path) -> Workload:
     A line that is none of this is left out, counted and named. Raises DataError for a file that cannot be read,
     UsageError where no line is left.
     """
-    digest, found, wrong = file_hash(path), list[Messages](), dict[str, list[int]]()
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    try:
+        content = path.read_bytes()  # once: it may be a pipe
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
+    found, wrong = list[Messages](), dict[str, list[int]]()
+    for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip():
             wrong.setdefault("empty", []).append(number)
             continue
@@ -89,7 +94,7 @@ def from_file(path: Path) -> Workload:
             found.append(messages)
         else:
             wrong.setdefault("with half a character (a lone surrogate)", []).append(number)
-    workload = Workload({}, f"{path.name} (SHA-256 {digest[:12]})")
+    workload = Workload({}, f"{path.name} (SHA-256 {sha256(content).hexdigest()[:12]})")
     return workload.only({path.stem: _numbered(path.stem, found)}, [_named(*entry) for entry in wrong.items()])
 
 

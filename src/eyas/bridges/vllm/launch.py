@@ -237,7 +237,8 @@ def plugin_variables(source: EngineSource, environment: Mapping[str, str]) -> di
 def profiling(source: EngineSource, folder: Path, steps: int) -> Profiling:
     """PyTorch's profiler at hand, for ``steps`` steps: as --profiler-config, in older ones through the environment.
 
-    Raises UsageError for a vLLM that has neither.
+    A step is known by the marks of two passes, so one more pass is recorded. Raises UsageError for a vLLM that has
+    neither.
     """
     fields = _fields(source, "vllm.config.profiler", "ProfilerConfig")
     wanted: dict[str, Any] = {
@@ -246,7 +247,7 @@ def profiling(source: EngineSource, folder: Path, steps: int) -> Profiling:
         "torch_profiler_with_stack": False,
         "torch_profiler_dump_cuda_time_total": False,
         "ignore_frontend": True,
-        "max_iterations": steps,
+        "max_iterations": steps + 1,
     }
     if {"profiler", "torch_profiler_dir"} <= fields:
         config = {name: value for name, value in wanted.items() if name in fields}
@@ -257,7 +258,7 @@ def profiling(source: EngineSource, folder: Path, steps: int) -> Profiling:
         "VLLM_TORCH_PROFILER_DIR": str(folder),
         "VLLM_TORCH_PROFILER_WITH_STACK": "0",
         "VLLM_TORCH_PROFILER_DISABLE_ASYNC_LLM": "1",
-        "VLLM_PROFILER_MAX_ITERS": str(steps),
+        "VLLM_PROFILER_MAX_ITERS": str(steps + 1),
     }
     known = {name: value for name, value in variables.items() if name in text}
     if "VLLM_TORCH_PROFILER_DIR" not in known:
