@@ -160,6 +160,12 @@ def test_what_it_showed_before_it_served_is_not_why_it_ends(server):
     assert ended.traceback.endswith("ModuleNotFoundError: No module named 'y'")
 
 
+def test_a_log_on_a_full_disk(server):
+    said = "the log cannot be written to /dev/full: No space left"
+    with Path("/dev/full").open("wb", buffering=0) as full, pytest.raises(EyasError, match=said):
+        run(server("listens ready", log=full))
+
+
 def test_a_prompt_in_the_log_kills_nothing(server):
     made = server("ready")
     text = "(APIServer pid=1) INFO 11-30 08:13:05 [logger.py:1] Received request: 'EngineCore failed to start.'"

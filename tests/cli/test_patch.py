@@ -7,6 +7,7 @@ from bridges import pairs
 from bridges.engines import SGLANG, WRAPPER, write
 
 from eyas.bridges import patch
+from eyas.bridges.code.source import open_engine
 
 pytest.importorskip("libcst")
 
@@ -42,6 +43,16 @@ def test_patched_checked_and_restored(eyas, engine, model, tmp_path):
     ran = eyas("patch", "--revert", "--engine-path", engine)
     assert ran.code == 0 and f"restored {file}" in " ".join(ran.out.split()) and file.read_bytes() == before
     eyas("patch", "--revert", "--engine-path", engine).failed(2, "is not patched: there is nothing to revert")
+
+
+def test_two_at_once(eyas, engine, model):
+    with patch.alone(open_engine("sglang", engine)):
+        for how in ((model, "--yes"), ("--revert",)):
+            eyas("patch", *how, "--engine-path", engine).failed(1, "another eyas patch is at work in")
+    before = (engine / "sglang/srt/models/wrapper.py").read_bytes()
+    assert eyas("patch", model, "--engine-path", engine, "--yes").code == 0
+    assert eyas("patch", "--revert", "--engine-path", engine).code == 0
+    assert (engine / "sglang/srt/models/wrapper.py").read_bytes() == before
 
 
 def test_behind_an_upgrade(eyas, engine, model):

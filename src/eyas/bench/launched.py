@@ -123,7 +123,7 @@ class Launched:
         try:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with (
-                self._log.open("ab") as file,
+                self._log.open("ab", buffering=0) as file,
                 Server(self.plan.command, environment, self.plan.signs, self.plan.address, file) as server,
             ):
                 self._server = server

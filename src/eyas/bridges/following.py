@@ -123,14 +123,15 @@ Event = Line | Stage | Ready | Stopping | Ended
 class Server:
     """Start it by entering it, and go through its events; leaving it ends whatever still runs.
 
-    ``log`` gets the child's bytes as they come. Raises EyasError where the program cannot be started.
+    ``log`` gets the child's bytes as they come. Raises EyasError where the program cannot be started, and where the
+    log cannot be written: the child ends with it.
     """
 
     command: Sequence[str]
     environment: Mapping[str, str]
     signs: Signs
     address: Address
-    log: BinaryIO | None = None
+    log: BinaryIO | None = None  # unbuffered
 
     def __post_init__(self) -> None:
         self.asked: int | None = None  # the signal that was passed on, first at this time
@@ -261,8 +262,10 @@ class Server:
         while self._selector.select(seconds):
             chunk = os.read(self._pipe.fileno(), 1 << 16)
             if self.log is not None:
-                self.log.write(chunk)
-                self.log.flush()
+                try:
+                    self.log.write(chunk)
+                except OSError as error:
+                    raise EyasError(f"the log cannot be written to {self.log.name}: {error.strerror}") from error
             if not chunk:
                 self._selector.unregister(self._pipe)
                 self._open = False

@@ -9,10 +9,13 @@ nothing to restore, and the two are removed.
 from __future__ import annotations
 
 import difflib
+import fcntl
 import hashlib
 import json
+import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +64,20 @@ class Edit:
 
 def _lines(content: bytes) -> list[str]:
     return content.decode("utf-8", "replace").splitlines(keepends=True)
+
+
+@contextmanager
+def alone(source: EngineSource) -> Iterator[None]:
+    """Nobody else patches or restores this engine meanwhile. Raises EyasError where somebody does already."""
+    package = _root(source) / source.name
+    descriptor = os.open(package, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise EyasError(f"another eyas patch is at work in {package}: wait until it has ended") from error
+    finally:
+        os.close(descriptor)
 
 
 def missing(source: EngineSource, target: Target) -> list[Change]:

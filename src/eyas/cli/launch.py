@@ -90,7 +90,7 @@ def launch(
 
 def _appending(log: Path) -> BinaryIO:
     try:
-        return log.expanduser().open("ab")
+        return log.expanduser().open("ab", buffering=0)
     except OSError as error:
         raise UsageError(f"--log {log} cannot be written: {error}") from error
 

@@ -59,11 +59,14 @@ def patch(
         raise UsageError("--revert restores what was patched; --drafter and --yes say nothing about it")
     if as_json and not (yes or undo):
         raise UsageError("--json cannot ask; add --yes")
+    from eyas.bridges.patch import alone
+
     source = open_source(engine, engine_path)
-    if undo:
-        _revert(source, as_json)
-    else:
-        _patch(source, target or "", drafter, engine_path, yes, as_json)
+    with alone(source):
+        if undo:
+            _revert(source, as_json)
+        else:
+            _patch(source, target or "", drafter, engine_path, yes, as_json)
 
 
 def _patch(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 ITEM_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
 }  # fmt: skip
 _SPELLED = {  # torch's and numpy's names in those of safetensors
@@ -171,7 +171,10 @@ def read_header(file: Path) -> dict[str, Tensor]:
                     f"{file}: {name[:100]}: its values should begin at {end}, its header entry spans {first}..{last}; "
                     "fetch it again"
                 )
-            tensor = Tensor(file, entry["dtype"], tuple(entry["shape"]), 8 + length + first)
+            if (dtype := entry["dtype"]) not in ITEM_BYTES:
+                known = ", ".join(ITEM_BYTES)
+                raise CheckpointError(f"{file}: {name[:100]} is of type {str(dtype)[:100]}; a drafter's are {known}")
+            tensor = Tensor(file, dtype, tuple(entry["shape"]), 8 + length + first)
             if len(tensor.shape) > _MOST_SIZES or math.prod(filter(None, tensor.shape)) >= _MOST_VALUES:
                 raise TypeError(f"{name[:100]}: no tensor has the shape {str(entry['shape'])[:100]}")
             if first < 0 or last - first != tensor.nbytes or min(tensor.shape, default=0) < 0:
