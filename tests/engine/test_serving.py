@@ -138,6 +138,19 @@ def test_outputs_come_one_by_one_and_not_at_the_end(served):
     within(job)
 
 
+def test_first_tokens_do_not_wait_for_the_others():
+    llm = model()
+    engine, heard = llm.engine, list[tuple[str, int]]()
+    engine.add(request(0, max_tokens=60))
+    engine.step()
+    ahead = next(iter(engine.scheduler.running.values()))
+    engine.add(request(1))
+    before = len(ahead.ids)
+    returned = engine.step(lambda outputs: heard.extend((o.request_id, len(ahead.ids)) for o in outputs))
+    assert heard == [(request(1).id, before)], "before the next one was decoded"
+    assert [output.request_id for output in returned] == [request(0).id] and len(ahead.ids) > before
+
+
 @pytest.mark.parametrize("how", ["cancelled", "left"])
 def test_who_stops_listening_frees_the_slot_at_once(served, how):
     """Of two long answers one is given up; the other goes on, and the next one starts long before either could end."""
@@ -312,12 +325,12 @@ def test_a_fault_that_cannot_be_cleaned_up_ends_the_engine_and_everybody_is_told
     def fails() -> Any:
         raise RuntimeError("the roof falls in")
 
-    def stepping() -> Any:
+    def stepping(hear: Any) -> Any:
         if due.is_set():
             for name in ("wipe", "clear"):
                 monkeypatch.setattr(engine.runner, name, lambda *args: fails())
             fails()
-        return step()
+        return step(hear)
 
     monkeypatch.setattr(engine, "step", stepping)
 
@@ -370,10 +383,10 @@ def test_nobody_is_forgotten_who_comes_as_the_engine_closes():
     engine = served.llm.engine
     step, inside, go_on = engine.step, threading.Event(), threading.Event()
 
-    def slow() -> list[Output]:
+    def slow(hear: Any) -> list[Output]:
         inside.set()
         assert go_on.wait(PATIENCE)
-        return step()
+        return step(hear)
 
     engine.step = slow  # type: ignore[method-assign]
 
@@ -425,9 +438,9 @@ def test_slots_do_not_leak(served, monkeypatch):
     complete(together(listen(served, request(5)))[0], request(5))
 
 
-def checked(step: Callable[[], list[Output]], scheduler: Scheduler) -> Callable[[], list[Output]]:
-    def stepping() -> list[Output]:
-        outputs = step()
+def checked(step: Callable[[Any], list[Output]], scheduler: Scheduler) -> Callable[[Any], list[Output]]:
+    def stepping(hear: Any) -> list[Output]:
+        outputs = step(hear)
         scheduler.check()
         return outputs
 

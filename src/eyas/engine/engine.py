@@ -101,8 +101,11 @@ class Engine:
         self.scheduler.add(self._sequence(request))
 
     @torch.inference_mode()
-    def step(self) -> list[Output]:
-        """Reads pieces of new prompts, and moves every running sequence on by one draft."""
+    def step(self, hear: Callable[[list[Output]], None] | None = None) -> list[Output]:
+        """Reads pieces of new prompts, and moves every running sequence on by one draft.
+
+        ``hear`` is told of the first tokens at once, before the others go on; what it heard is not returned.
+        """
         try:
             plan = self.scheduler.schedule()
             self.runner.arrange(plan.moves)
@@ -110,6 +113,9 @@ class Engine:
             self.reset()
             raise
         outputs = [output for group in plan.groups for output in self._read(group)]
+        if hear is not None and plan.decode:
+            hear(outputs)
+            outputs = []
         if plan.decode:
             outputs += self._decode(self._batch(plan))
         if self.idle:

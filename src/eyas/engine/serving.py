@@ -127,16 +127,19 @@ class AsyncLLM:
         while not self._closed:
             self._obey(wait=engine.idle)
             try:
-                outputs = [] if engine.idle else engine.step()
+                outputs = [] if engine.idle else engine.step(self._tell)
             except Exception as error:  # a fault of the engine itself, which knows what it could not lay at any door
                 self._tell_all(fault(error))
                 engine.reset()  # where not even this is possible, the thread ends
                 continue
-            for output in outputs:
-                if (listener := self._listeners.get(output.request_id)) is not None:
-                    listener(output)
-                    if output.finish_reason is not None:
-                        del self._listeners[output.request_id]
+            self._tell(outputs)
+
+    def _tell(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            if (listener := self._listeners.get(output.request_id)) is not None:
+                listener(output)
+                if output.finish_reason is not None:
+                    del self._listeners[output.request_id]
 
     def _obey(self, wait: bool) -> None:
         try:
