@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from eyas.bridges.code.classes import Classes, External, ModuleRef, dotted_name
+from eyas.bridges.code.classes import Classes, External, Member, ModuleRef, dotted_name
 from eyas.bridges.code.objects import Objects
 from eyas.bridges.code.source import SourceError
 from eyas.bridges.code.values import (
@@ -49,6 +49,7 @@ _COMPARE: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Gt: operator.gt, ast.GtE: operator.ge,
 }  # fmt: skip
 _LOUD = ("warning", "warning_once", "error")
+_FILLING = ("append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "remove", "clear")
 
 
 class _OutOfSteps(Exception):
@@ -74,6 +75,7 @@ class Interpreter(Objects):
         self.environment = environment
         self.warnings: list[Warned] = []
         self.assigned: list[Assigned] = []  # to attributes, in order
+        self.looked_up: list[Assigned] = []  # what was asked, by a known key, of something that a running engine fills
         self._steps = self._depth = self._helpers = self._doubt = 0
 
     # For those who check
@@ -107,10 +109,11 @@ class Interpreter(Objects):
     def invoke(self, function: Function, args: list[Any], kwargs: dict[str, Any], lenient: bool = False) -> Any:
         node, followed = function.ref.node, self.follows(function.ref.module)
         too_deep = self._depth >= _DEPTH or (not followed and self._helpers >= _HELPERS)
-        if too_deep or isinstance(node, ast.AsyncFunctionDef) or self.classes.is_generator(node):
-            return UNKNOWN
         frame = Frame(function.ref.module, {}, function.owner, function.bound)
         frame.names = self._arguments(function, args, kwargs, frame)
+        if too_deep or isinstance(node, ast.AsyncFunctionDef) or self.classes.is_generator(node):
+            self._forget(node.body, frame)
+            return UNKNOWN
         self._depth += 1
         self._helpers += not followed
         try:
@@ -120,7 +123,11 @@ class Interpreter(Objects):
             result = returned.value
         except Raised:
             if frame.doubts or not followed:
+                self._forget(node.body, frame)
                 return UNKNOWN  # helpers raise where they miss a running engine
+            raise
+        except (_OutOfSteps, SourceError, RecursionError):
+            self._forget(node.body, frame)
             raise
         finally:
             self._depth -= 1
@@ -156,6 +163,7 @@ class Interpreter(Objects):
             except Raised:
                 if not lenient:
                     raise
+                self._forget([statement], frame)
 
     def _step(self) -> None:
         self._steps += 1
@@ -181,6 +189,7 @@ class Interpreter(Objects):
 
     def _do_functiondef(self, node: ast.FunctionDef, frame: Frame) -> None:
         frame.names[node.name] = UNKNOWN
+        self._forget([node], frame)
 
     def _do_import(self, node: ast.Import, frame: Frame) -> None:
         for alias in node.names:
@@ -232,6 +241,7 @@ class Interpreter(Objects):
         if items is None:
             self._assign(node.target, UNKNOWN, frame)
             self._perhaps([node.body, []], frame)
+            self._forget(node.body, frame, assigned=False)
             return
         for item in items:
             self._assign(node.target, item, frame)
@@ -250,6 +260,7 @@ class Interpreter(Objects):
 
     def _do_while(self, node: ast.While, frame: Frame) -> None:
         self._perhaps([node.body, []], frame)
+        self._forget(node.body, frame, assigned=False)
 
     def _do_try(self, node: ast.Try, frame: Frame) -> None:
         try:
@@ -290,6 +301,46 @@ class Interpreter(Objects):
         else:
             raise next((end for end in ends if not isinstance(end, Raised)), ends[0])
 
+    # What is not followed
+
+    def _forget(self, body: list[ast.stmt], frame: Frame, assigned: bool = True, seen: tuple[Any, ...] = ()) -> None:
+        """Nobody followed these statements, so what they may fill or assign is unknown: of names that are in reach, and
+        by the methods that they call too. ``assigned``: or only what they may fill.
+        """
+        own = {name for statement in body for name in _own_names(statement)}
+        for node in (node for statement in body for node in ast.walk(statement)):
+            if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load) and assigned:
+                self._unlearn(node, frame, own, filled=False)
+            elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+                self._unlearn(node.value, frame, own)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                if node.func.attr in _FILLING:
+                    self._unlearn(node.func.value, frame, own)
+                owner = self._reached(node.func.value, frame, own)
+                member = self.classes.find(owner.ref, node.func.attr) if isinstance(owner, Instance) else None
+                method = member.node if isinstance(member, Member) else None
+                if isinstance(method, ast.FunctionDef) and method.args.args and method not in seen:
+                    names = {method.args.args[0].arg: owner}
+                    self._forget(method.body, Frame(frame.module, names), assigned, (*seen, method))
+
+    def _unlearn(self, place: ast.expr, frame: Frame, own: set[str], filled: bool = True) -> None:
+        """``filled``: a list or dictionary at this place may hold something else, rather than the place itself."""
+        if isinstance(place, ast.Name):
+            if place.id not in own and isinstance(frame.names.get(place.id), list | dict | set):
+                frame.names[place.id] = UNKNOWN
+        elif isinstance(place, ast.Attribute):
+            owner = self._reached(place.value, frame, own)
+            now = owner.attrs.get(place.attr, ABSENT) if isinstance(owner, Instance) else ABSENT
+            if isinstance(owner, Instance) and (not filled or isinstance(now, list | dict | set)):
+                owner.attrs[place.attr] = UNKNOWN if filled or now is ABSENT else join([now, UNKNOWN])
+
+    def _reached(self, place: ast.expr, frame: Frame, own: set[str]) -> Any:
+        """The object at ``a.b.c``, as far as it is there already."""
+        if isinstance(place, ast.Name):
+            return None if place.id in own else frame.names.get(place.id)
+        owner = self._reached(place.value, frame, own) if isinstance(place, ast.Attribute) else None
+        return owner.attrs.get(place.attr) if isinstance(owner, Instance) and isinstance(place, ast.Attribute) else None
+
     # Assignment
 
     def _assign(self, target: ast.expr, value: Any, frame: Frame) -> None:
@@ -304,6 +355,8 @@ class Interpreter(Objects):
             if plain(key) and fits:
                 held = isinstance(container, list) or key in container
                 container[key] = join([container[key], value]) if self._doubt and held else value
+            elif not plain(key):
+                self._unlearn(target.value, frame, set())
         elif isinstance(target, ast.Tuple | ast.List):
             items = _items(value)
             exact = items is not None and len(items) == len(target.elts)
@@ -457,6 +510,9 @@ class Interpreter(Objects):
         if owner is None:
             raise Raised("TypeError", "'NoneType' object is not subscriptable", self._where(node, frame))
         if not isinstance(owner, dict | list | tuple | str) or not plain(key):
+            if owner is UNKNOWN and plain(key):
+                name = ast.unparse(node.value)
+                self.looked_up.append(Assigned(name, key, self._where(node, frame), not self._doubt))
             return UNKNOWN
         try:
             return owner[key]
@@ -503,7 +559,8 @@ class Interpreter(Objects):
                 self.warnings.append(Warned(self._say(node.args[0], frame), self._where(node, frame)))
             return None
         if name == "super" and frame.owner and isinstance(frame.bound, Instance | Class):
-            return Super(frame.bound, frame.owner)
+            after = self.evaluate(node.args[0], frame) if node.args else None
+            return Super(frame.bound, after.ref if isinstance(after, Class) else frame.owner)
         function, args = self.evaluate(node.func, frame), self._elements(node.args, frame)
         kwargs: dict[str, Any] = {}
         for keyword in node.keywords:
@@ -563,6 +620,16 @@ class Interpreter(Objects):
 
     def _where(self, node: ast.AST, frame: Frame) -> str:
         return f"{self.classes.source.short(frame.module)}:{getattr(node, 'lineno', 0)}"
+
+
+def _own_names(statement: ast.stmt) -> set[str]:
+    """The names that a function of its own has for itself; none of other statements."""
+    if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+        return set()
+    nodes = list(ast.walk(statement))
+    stored = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    outer = {name for n in nodes if isinstance(n, ast.Nonlocal) for name in n.names}
+    return ({n.arg for n in nodes if isinstance(n, ast.arg)} | stored) - outer
 
 
 def _possible(names: Mapping[str, Any], name: str, value: Any, doubtful: bool) -> Any:

@@ -88,7 +88,7 @@ class Objects:
         if isinstance(value, Either):
             return join([self.attribute(option, name) for option in value.options])
         if isinstance(value, Record):
-            return value.get(name)
+            return Native(lambda *args, **kwargs: value.text_config()) if name == "get_text_config" else value.get(name)
         if isinstance(value, Instance):
             return self._of_instance(value, name)
         if isinstance(value, Class):

@@ -50,6 +50,13 @@ class Record:
             value = self.values[name] = Record(value, self.closed)  # a config within the config
         return value
 
+    def text_config(self) -> Record:
+        """What transformers' get_text_config() gives: the config itself, or the one of the language model inside it."""
+        names = ("text_encoder", "decoder", "generator", "text_config")
+        inner = [name for name in names if isinstance(self.values.get(name), dict | Record)]
+        found = self.get(inner[0]) if len(inner) == 1 else self
+        return found if isinstance(found, Record) else Record(found, self.closed)
+
 
 @dataclass(eq=False)
 class Instance:

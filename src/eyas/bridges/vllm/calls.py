@@ -88,9 +88,9 @@ def vllm_config(config: Any, drafter: Record | None = None) -> Record:
     speculative = Record(
         {"draft_model_config": Record({"hf_config": drafter}), "parallel_drafting": False, "method": "eagle3"}
     )
-    return Record(
-        {"model_config": Record({"hf_config": config}), "speculative_config": speculative if drafter else UNKNOWN}
-    )
+    text = config.text_config() if isinstance(config, Record) else UNKNOWN
+    model = Record({"hf_config": config, "hf_text_config": text})
+    return Record({"model_config": model, "speculative_config": speculative if drafter else UNKNOWN})
 
 
 def _registered(classes: Classes, **given: Any) -> Any:

@@ -116,13 +116,29 @@ def runner_problems(case: Case, runner: Runner, target: Instance, config: Record
             plugin="cures" if inside.kind == "delegate" else "",
         )
         return
-    captured = [a for a in run.assigned if a.name == "aux_hidden_state_layers"]
-    values = {tuple(a.value) for a in captured if plain(a.value) and a.value}
-    if undecided or not captured or len(values) != 1:
+    found = captured(run)
+    if undecided or found is None:
         reason = undecided[0].reason if undecided else "what holds the decoder layers is chosen at run time"
         yield from layers.judge(case, None, f"{target.ref.name}: {reason} ({at})")
         return
-    yield from layers.judge(case, values.pop(), f"{captured[-1].where}, called by {at} ({runner.label} model runner)")
+    ids, where = found
+    yield from layers.judge(case, ids, f"{where}, called by {at} ({runner.label} model runner)")
+
+
+def captured(run: Interpreter) -> tuple[tuple[int, ...], str] | None:
+    """The entry ids that a runner's function set on a target, and where. None: they cannot be known.
+
+    Models of vLLM keep them. On the Transformers backend transformers records the outputs of layers, each looked up by
+    its number in a table that is filled while the model is built.
+    """
+    kept = [a for a in run.assigned if a.name == "aux_hidden_state_layers"]
+    values = {tuple(a.value) for a in kept if plain(a.value) and a.value}
+    if kept or not run.calls.get("OutputRecorder"):
+        return (values.pop(), kept[-1].where) if len(values) == 1 else None
+    outputs = [a for a in run.looked_up if type(a.value) is int and "layer" in a.name]
+    if not outputs or not all(a.certain for a in outputs):
+        return None
+    return tuple(a.value + 1 for a in outputs), outputs[-1].where
 
 
 def image_problems(case: Case, target: Instance) -> Iterator[Problem]:
