@@ -154,6 +154,135 @@ def test_a_config_has_what_its_file_has(run):
     assert run("def f(c): return c.other", config) is UNKNOWN and config.asked[-1] == "other"
 
 
+FILLED = {
+    "a function inside": "def inner(m): self.names[m] = 1\n  inner(x)",
+    "a function inside, by another method": "def inner(m): self.more()\n  inner(x)",
+    "a generator": "self.yields()",
+    "a coroutine": "self.later()",
+    "a loop of unknown length": "for i in x: self.names[0] = 1; self.items.append(i)",
+    "a loop without a known end": "while x: self.names.update(x); self.items.append(1)",
+    "an unknown key": "self.names[x] = 1; self.items = x",
+    "a helper that misses a running engine": "help_with(self)",
+    "what is passed over": "try:\n   self.names[0] = missing.thing()\n   raise ValueError\n  finally: pass",
+}
+
+
+@pytest.mark.parametrize("by", FILLED)
+def test_what_code_that_is_not_followed_may_fill(run, tmp_path, by):
+    """A list or dictionary with gaps: an unknown item, rather than a KeyError or IndexError that nobody would meet."""
+    helper = "def help_with(a):\n raise ValueError('nothing runs')\n a.names[1] = 1\n a.items.append(1)"
+    write(tmp_path, {}, sglang__srt__context=helper)
+    code = (
+        "from sglang.srt.context import help_with\nclass A:\n"
+        " def __init__(self, x):\n  self.names = {}\n  self.items = []\n  self.build(x)\n"
+        f" def build(self, x):\n  {FILLED[by]}\n"
+        " def more(self):\n  self.names.setdefault(1, 2)\n  self.items.extend([1])\n"
+        " def yields(self):\n  self.names[0] = 1\n  self.items.append(1)\n  yield\n"
+        " async def later(self):\n  self.names[0] = 1\n  self.items.append(1)\n"
+        "def f(x):\n a = A(x)\n return a.names[1], 1 in a.names, a.items[3], len(a.items)"
+    )
+    with_list = by not in ("a function inside", "what is passed over")
+    if with_list:
+        assert run(code, UNKNOWN) == (UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN)
+    else:
+        found = run(code.replace("a.items[3], len(a.items)", "2"), UNKNOWN)
+        assert found == (UNKNOWN, UNKNOWN, 2)
+
+
+def test_what_is_filled_here_has_no_gaps(run):
+    """The names of a function of its own are its own; what all of the code was seen to fill lacks what it lacks."""
+    for code in (
+        "def f(n):\n d = {}\n d[0] = n\n return d[1]",
+        "def f(n):\n d = {}\n def inner(d): d[1] = 2\n return d[1]",
+        "def f(n):\n d = {}\n for i in range(n): d[i + 2] = i\n return d[1]",
+        "def f(n):\n d = []\n for i in range(n): d.append(i)\n return d[n]",
+    ):
+        with pytest.raises(Raised, match=r"KeyError|IndexError"):
+            run(code, 3)
+    assert run("def f(n):\n d = {}\n def inner(): d[1] = 2\n inner()\n return d[1]", 3) is UNKNOWN
+
+
+def test_what_somebody_else_is_given_to_fill(run):
+    code = "def f(n):\n def inner(d): d[1] = 2\n d = {}\n inner(d)\n return d[1]"
+    assert run(code, 3) is UNKNOWN
+    code = "class A:\n known = {}\n two = {0: 1}\ndef f(n): return A.known[n], A.two[0]"
+    assert run(code, 3) == (UNKNOWN, 1)
+
+
+def test_an_object_that_takes_forever_to_make(run):
+    code = "class A:\n def __init__(self, n):\n  for i in range(n):\n   for j in range(n): self.a = i\n  self.b = 1"
+    run(code + "\ndef f(n): return A(n)", 1)
+    made = run.interpreter.call(run.interpreter.global_name(MODULE, "f"), 9000)
+    assert run.interpreter.build(made) is made and made.attrs["b"] is UNKNOWN
+
+
+def test_what_a_running_engine_is_asked_for(run):
+    run("def f(a, n):\n if a.b: a.table[n]\n return a.table[n - 1], a.table[a.c]", UNKNOWN, 3)
+    found = [(a.name, a.value, a.certain) for a in run.interpreter.looked_up]
+    assert found == [("a.table", 3, False), ("a.table", 2, True)]
+
+
+def test_super_that_names_its_class(run):
+    code = (
+        "class A:\n def m(self): return 'a'\nclass B(A):\n def m(self): return 'b'\n"
+        "class C(B):\n def m(self): return super().m(), super(B, self).m()\ndef f(n): return C().m()"
+    )
+    assert run(code, 1) == ("b", "a")
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"hidden_size": 2}, 2),
+        ({"hidden_size": 2, "text_config": {"hidden_size": 3}}, 3),
+        ({"hidden_size": 2, "text_config": None}, 2),
+        ({"vision_config": {"hidden_size": 4}, "decoder": {"hidden_size": 5}}, 5),
+        ({"hidden_size": 2, "text_config": {"hidden_size": 3}, "decoder": {"hidden_size": 5}}, 2),
+    ],
+)
+def test_the_text_config_of_transformers(run, config, expected):
+    from transformers import PretrainedConfig
+
+    assert run("def f(c): return c.get_text_config().hidden_size", Record(dict(config))) == expected
+    parts = {k: PretrainedConfig(**v) if isinstance(v, dict) else v for k, v in config.items()}
+    if not {"text_config", "decoder"} <= config.keys():  # transformers itself refuses two
+        assert PretrainedConfig(**parts).get_text_config().hidden_size == expected
+
+
+@pytest.mark.parametrize("code", ["list(range(n))", "[None] * n", "[i for i in range(n)]", "'a' * n", "sum(range(n))"])
+def test_nothing_is_made_as_long_as_a_config_says(run, code):
+    for size in (10**9, 10**30):
+        assert run(f"def f(n): return {code}", size) is UNKNOWN
+    assert run(f"def f(n): return {code}", 3) == eval(code, {"n": 3})
+
+
+ODD = [
+    "x in {'a': 1}",
+    "x in 'abc'",
+    "{x}",
+    "{x: 1}",
+    "{i for i in [x]}",
+    "{i: 1 for i in [x]}",
+    "{'a': 1}[x]",
+    "[1][x:]",
+]
+
+
+@pytest.mark.parametrize("code", ODD)
+@pytest.mark.parametrize("value", [[1], {"a": {}}, 10**400, "a", 2])
+def test_values_of_kinds_that_nobody_expects(run, code, value):
+    """The answer of Python, its exception as the engine's, or nothing known: no exception of our own."""
+    try:
+        expected = eval(code, {"x": value})
+    except (TypeError, KeyError, ValueError, OverflowError):
+        expected = UNKNOWN
+    try:
+        found = run(f"def f(x): return {code}", value)
+    except Raised:
+        found = UNKNOWN
+    assert found is UNKNOWN or found == expected
+
+
 def test_parameters_and_who_fills_them(run):
     code = """
     from torch import nn

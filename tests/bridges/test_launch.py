@@ -26,7 +26,7 @@ from eyas.bridges.following import Ended
 from eyas.bridges.launch import Asked, DoesNotFitError, Plan, exit_code, explain, plan, prepare
 from eyas.bridges.sglang import launch as sglang
 from eyas.bridges.vllm import launch as vllm
-from eyas.core import CheckpointError, EyasError, UsageError
+from eyas.core import EyasError, UsageError
 from eyas.drafter import dialects
 from eyas.drafter.checkpoint import Checkpoint
 from eyas.target.smollm2 import cache_folder
@@ -323,8 +323,20 @@ def test_another_dialect_is_converted(ask, tmp_path, cache):
 
 
 def test_a_drafter_that_cannot_be_converted(ask):
-    with pytest.raises(CheckpointError, match="SGLang has no norm_before_residual"):
-        prepare(ask(dialect="vllm"))
+    """Neither is a conversion promised that would then be refused."""
+    with pytest.raises(DoesNotFitError) as error:
+        ask(dialect="vllm")
+    said = {p.evidence: p for p in error.value.report.problems}
+    why = said["SGLang has no norm_before_residual: it adds to the state before the norm"]
+    assert "eyas convert --to sglang refuses it" in why.consequence
+    assert [p.fix for text, p in said.items() if "no model_type" in text] == ["no conversion helps, see below"]
+
+
+def test_a_drafter_that_vllm_cannot_be_given(ask):
+    tied = {"tie_word_embeddings": True, "draft_vocab_size": pairs.V, "without": ("lm_head.weight", "d2t", "t2d")}
+    with pytest.raises(DoesNotFitError) as error:
+        ask(name="vllm", dialect="sglang", drafter=tied)
+    assert any("vLLM knows no tied head" in p.evidence for p in error.value.report.problems)
 
 
 def test_as_it_is(ask, tmp_path):
@@ -356,7 +368,7 @@ def test_a_wrapper_is_completed(ask, monkeypatch):
         ask(target=WRAPPED, plugin=False)
     with pytest.raises(DoesNotFitError):  # converting the drafter gives the wrapper nothing
         ask(target=WRAPPED, plugin=False, dialect="vllm")
-    assert ask(target=WRAPPED, dialect="vllm").conversion
+    assert ask(target=WRAPPED, dialect="vllm", drafter=PLAIN).conversion
     assert not [name for name in ask(plugin=False).variables if name.startswith(("EYAS", "SGLANG", "PYTHONPATH"))]
 
 

@@ -49,9 +49,13 @@ def files(folder: Path, **contents: Any) -> None:
         (folder / name.replace("__", ".")).write_text(content if isinstance(content, str) else json.dumps(content))
 
 
-def tokenizers(drafter_vocab: dict[str, int]) -> Callable[[Path, Path], object]:
+def tokenizers(drafter_vocab: dict[str, int], added: tuple[str, ...] = ()) -> Callable[[Path, Path], object]:
+    """``added``: tokens that the target has beyond those of both."""
+
     def both(target: Path, drafter: Path) -> None:
-        files(target, tokenizer__json=FILES["tokenizer.json"])
+        more = [{"id": 3 + i, "content": content} for i, content in enumerate(added)]
+        whole = FILES["tokenizer.json"]
+        files(target, tokenizer__json={**whole, "added_tokens": [*whole["added_tokens"], *more]})
         files(
             drafter,
             tokenizer__json={"model": {"vocab": drafter_vocab}, "added_tokens": [{"id": 2, "content": "<end>"}]},
@@ -98,6 +102,7 @@ CHAIN = {"speculative_num_steps": 5, "speculative_eagle_topk": 1, "speculative_n
 EAGER = {"disable_cuda_graph": True}
 BERT = {"architectures": ["BertModel"], "speculators_model_type": ..., "model_type": "bert"}
 FULL = {"draft_vocab_size": V, "without": ("d2t", "t2d"), **extra(lm_head__weight=zeros(V, H))}
+FP8 = {"torch_dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}}
 THETA = {"rope_theta": 5000.0}
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048}
 
@@ -132,6 +137,12 @@ BROKEN = [
     Mutation("RoPE as transformers 5 spells it", "bg-", {"rope_theta": ..., "rope_parameters": {"rope_theta": 5000.0}}),
     Mutation("scaling as transformers 5 spells it", "bg-", {"rope_parameters": {**YARN, **THETA}}),
     Mutation("a tied head beside its own", "bb-", {"tie_word_embeddings": True}),
+    Mutation("a model type that nobody knows", "bb-", {"model_type": "frobnicate"}),
+    Mutation("a model type that is a list", "bb-", {"model_type": ["llama"]}),
+    Mutation("another dtype than the target's", "bb-", {"torch_dtype": "float16"}, {"torch_dtype": "bfloat16"}),
+    Mutation("another dtype, in the newer spelling", "bb-", {"dtype": "bfloat16"}, {"dtype": "float16"}),
+    Mutation("no dtype, which counts as float16", "bb-", target={"torch_dtype": "bfloat16"}),
+    Mutation("a dtype that there is not", "bb-", flags={"dtype": "fp16"}),
     Mutation("a speculators model type that nobody knows", "--b", {"speculators_model_type": "eagle9"}),
     # layer ids
     Mutation("ids at the top level in SGLang", "bb-", top(1, 5, 7)),
@@ -145,6 +156,8 @@ BROKEN = [
     Mutation("two ids for three states", "bb-", nested(1, 4)),
     Mutation("four ids for three states", "bb-", nested(1, 3, 4, 6)),
     Mutation("four ids for three states in vLLM", "--b", {IDS: [2, 4, 5, 7]}),
+    Mutation("an empty list of ids", "bb-", nested()),
+    Mutation("the embedding, before there is a residual", "bg-", nested(-1, 4, 6), flags=EAGER),
     Mutation("ids as text", "bb-", nested("1", "4", "6")),
     # tensors
     Mutation("no d2t", "bbb", {"without": ("d2t",)}),
@@ -175,6 +188,15 @@ BROKEN = [
     Mutation("a tree on pages, on a backend that cannot", "bb-", flags=on_pages(64, "flashmla")),
     Mutation("a tree on a backend for chains", "bb-", flags=on_pages(1, "trtllm_mha")),
     Mutation("more draft tokens than the tree has", "bb-", flags={**TREE, "speculative_num_draft_tokens": 64}),
+    Mutation("no steps", "bb-", flags={**CHAIN, "speculative_num_steps": 0}),
+    Mutation("steps below none", "bb-", flags={**CHAIN, "speculative_num_steps": -1}),
+    Mutation("no candidates", "bb-", flags={**CHAIN, "speculative_eagle_topk": 0}),
+    Mutation("no draft tokens in a tree", "bb-", flags={**TREE, "page_size": 1, "speculative_num_draft_tokens": 0}),
+    Mutation("the algorithm of EAGLE-1", "bb-", flags={"speculative_algorithm": "EAGLE"}),
+    Mutation("an algorithm without a drafter", "bb-", flags={"speculative_algorithm": "NGRAM"}),
+    Mutation("quantised like a target of AWQ", "bb-", flags={"quantization": "awq"}),
+    Mutation("two pipeline stages", "bb-", flags={"pp_size": 2}),
+    Mutation("two pipeline stages, written out", "bb-", flags={"pipeline_parallel_size": 2}),
     Mutation("top-k without steps", "bb-", flags={"speculative_eagle_topk": 4}),
     Mutation("acceptance made up in SGLang", "bb-", environment={"SGLANG_SIMULATE_ACC_LEN": "3.5"}),
     Mutation("rejection sampling with a reduced vocabulary", "-b-", flags={"speculative_use_rejection_sampling": True}),
@@ -193,6 +215,15 @@ SOUND = [
     Mutation("a buffer of rotary frequencies", "gg-", extra(midlayer__self_attn__rotary_emb__inv_freq=zeros(4))),
     Mutation("ids in another order", "gg-", nested(6, 1, 4)),
     Mutation("ids nested in a speculators config, and the default anyhow", "--g", {**nested(1, 4, 6), IDS: ...}),
+    Mutation("one dtype in two spellings", "gg-", {"torch_dtype": "bfloat16"}, {"dtype": "bfloat16"}),
+    Mutation("float32, which counts as float16", "gg-", {"torch_dtype": "float32"}, {"torch_dtype": "float16"}),
+    Mutation("a dtype for both", "gg-", {"torch_dtype": "float16"}, {"dtype": "bfloat16"}, {"dtype": "bfloat16"}),
+    Mutation("a quantised target of the same dtype", "gg-", {"dtype": "bfloat16"}, FP8),
+    Mutation("the algorithm as the newer versions take it", "-g-", flags={"speculative_algorithm": "eagle3"}),
+    Mutation("quantised as it is loaded", "gg-", flags={"quantization": "fp8"}),
+    Mutation("one pipeline stage", "gg-", flags={"pp_size": 1}),
+    Mutation("no draft tokens in a chain: put right", "gg-", flags={**CHAIN, "speculative_num_draft_tokens": 0}),
+    Mutation("no number for acceptance that is made up", "gg-", environment={"SGLANG_SIMULATE_ACC_LEN": "abc"}),
     Mutation("no ids", "ggg", {"eagle_config": ..., IDS: ...}),
     Mutation("other ids", "gg-", {**nested(0, 3, 8)}, flags=EAGER),
     Mutation("other ids in vLLM", "--g", {IDS: [1, 4, 10]}),
@@ -206,6 +237,7 @@ SOUND = [
     Mutation("a chain", "gg-", flags=CHAIN),
     Mutation("a speculative config", "--g", flags=given()),
     Mutation("the same tokenizer", "ggg", also=tokenizers({"b": 1, "a": 0})),
+    Mutation("a tokenizer with tokens added in the target", "ggg", also=tokenizers({"a": 0, "b": 1}, ("<x>", "<y>"))),
     Mutation("the same template", "ggg", also=templates("{{ messages }}", "{{ messages }}\n")),
     Mutation("a target of twice the depth", "gg-", target={"num_hidden_layers": 20}, flags=EAGER),
     Mutation("another text model", "ggg", target={"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}),

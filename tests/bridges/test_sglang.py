@@ -266,6 +266,56 @@ class CudaGraphRunner:
     assert ask(files, drafter=other, flags={"disable_cuda_graph": True}).fits
 
 
+def test_an_empty_list_of_ids(ask):
+    problem = the(
+        ask(drafter={"eagle_config": {NESTED: []}}), f"{NESTED} is [], read at model_executor/model_runner.py"
+    )
+    assert problem.severity == "fails" and problem.fix.startswith(f"remove {NESTED}")
+    files = edited(SGLANG, LLAMA, "if layer_ids is None:", "if not layer_ids:")
+    assert ask(files, drafter={"eagle_config": {NESTED: []}}).fits  # an engine that takes it for its default
+
+
+FORWARD = """
+            def forward(self, ids, forward_batch):
+                residual = None
+                states = []
+                hidden_states = self.embed_tokens(ids)
+                for i in range(self.start_layer, self.end_layer):
+                    with recorder(i):
+                        if i in self.layers_to_capture:
+                            states.append({captured})
+                    hidden_states, residual = self.layers[i](hidden_states, residual)
+                if self.end_layer in self.layers_to_capture:
+                    states.append(hidden_states + residual)
+                return hidden_states, states
+
+
+        class LlamaForCausalLM(nn.Module):"""
+
+
+def capturing(captured: str) -> dict[str, str]:
+    return edited(SGLANG, LLAMA, "class LlamaForCausalLM(nn.Module):", FORWARD.replace("{captured}", captured).lstrip())
+
+
+def test_the_state_before_there_is_a_residual(ask):
+    embedding = {"eagle_config": {NESTED: [-1, 4, 6]}}
+    found = the(ask(capturing("hidden_states + residual"), drafter=embedding), "entry id 0", "residual", "TypeError")
+    assert found.severity == "fails" and "models/llama.py:" in found.evidence
+    assert ask(capturing("hidden_states if residual is None else hidden_states + residual"), drafter=embedding).fits
+    assert ask(capturing("hidden_states + residual")).fits
+
+
+def test_an_id_as_high_as_there_are_layers(ask):
+    """It can only be an entry id, wherever it stands."""
+    files = edited(
+        capturing("hidden_states"), LLAMA, "[i + 1 for i in layer_ids]",
+        "list(layer_ids) if max(layer_ids) == self.config.num_hidden_layers else [i + 1 for i in layer_ids]",
+    )  # fmt: skip
+    assert ask(files, drafter={"eagle_config": {NESTED: [1, 4, 10]}}).fits
+    found = the(ask(capturing("hidden_states"), drafter={"eagle_config": {NESTED: [1, 4, 10]}}), "entry id 11 is never")
+    assert found.severity == "fails"
+
+
 # The drafter
 
 
@@ -275,6 +325,8 @@ class CudaGraphRunner:
         ({"architectures": ["LlamaForCausalLM"]}, "fails", "LlamaForCausalLM has no hot_token_id"),
         ({"architectures": ["NobodyEagle3"]}, "fails", "NobodyEagle3, and registers none such"),
         ({"model_type": ...}, "fails", "no model_type"),
+        ({"model_type": "frobnicate"}, "fails", "has model_type 'frobnicate', which neither transformers nor sglang"),
+        ({"model_type": ["llama"]}, "fails", "has model_type ['llama'], which neither"),
         ({"draft_vocab_size": ...}, "fails", "has no attribute 'draft_vocab_size'"),
         ({"num_hidden_layers": 2}, "fails", "EAGLE3 currently only supports 1 layer"),
         ({"max_position_embeddings": 2048}, "fails", "max_position_embeddings of the drafter is 2048"),
@@ -334,6 +386,72 @@ def test_an_embedding_that_cannot_be_borrowed(ask):
     assert ask(files, drafter=wider, target={"hidden_size": 48}).fits
 
 
+def test_a_model_type_of_the_engine_s_own(ask):
+    """Names change; what the engine's source spells anywhere, it may know."""
+    files = {**SGLANG, "sglang/srt/configs/mine.py": 'class Mine:\n    model_type = "frobnicate"\n'}
+    change = {"model_type": "frobnicate"}
+    assert not [p for p in ask(files, drafter=change).problems if "which neither" in p.evidence]
+
+
+MODEL_CONFIG = "sglang/srt/configs/model_config.py"
+DTYPES = """
+TYPES = {"half": torch.float16, "float16": torch.float16, "float": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def get_hf_text_config(config):
+    return config.text_config if hasattr(config, "text_config") else config
+
+
+def chosen(config, dtype):
+    stated = TYPES.get(getattr(config, "dtype", None), torch.float32)
+    if dtype == "auto":
+        made = torch.bfloat16 if stated == torch.float32 else stated
+    elif dtype in TYPES:
+        made = TYPES[dtype]
+    else:
+        raise ValueError(f"Unknown dtype: {dtype}")
+    return made
+
+
+class ModelConfig:
+    def __init__(self, path, dtype):
+        self.dtype = chosen(self.hf_text_config, dtype)
+"""
+UNTYPED = textwrap.dedent(SGLANG[MODEL_CONFIG])
+TYPED = edited(
+    {**SGLANG, MODEL_CONFIG: UNTYPED}, MODEL_CONFIG, "class ModelConfig:\n    def __init__(self, path): ...\n", DTYPES
+)
+
+
+def test_dtypes_by_the_engine_s_own_rule(ask):
+    """Of this one float32 becomes bfloat16: nothing is keyed on what SGLang does today."""
+    half = {"torch_dtype": "float16"}
+    problem = the(ask(TYPED, target={"torch_dtype": "bfloat16"}, drafter=half), "makes the target bfloat16")
+    assert "configs/model_config.py:" in problem.evidence and "--dtype bfloat16" in problem.fix
+    assert ask(TYPED, target={"dtype": "bfloat16"}).fits and ask(TYPED, target=half, drafter={"dtype": "float16"}).fits
+    the(ask(TYPED, target=half), "no torch_dtype, which makes the drafter bfloat16")
+    assert ask(TYPED, target=half, flags={"dtype": "float16"}).fits
+    the(ask(TYPED, flags={"dtype": "int8"}), "raises ValueError: Unknown dtype: int8")
+    assert ask(SGLANG, target=half).fits  # a version without any such rule
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "chosen"),
+    [
+        ("srt/server_args.py", "if arch in ['LlamaForCausalLM']:\n    self.dtype = 'bfloat16'\n", True),
+        ("srt/server_args.py", "if arch in ['Another']:\n    self.dtype = 'bfloat16'\n", False),
+        ("srt/arg_groups/x.py", "OVERRIDES = {'LlamaForCausalLM': {'dtype': 'bfloat16'}}\n", True),
+        ("srt/arg_groups/x.py", "OVERRIDES = {'Another': {'dtype': 'bfloat16'}, 'LlamaForCausalLM': {}}\n", False),
+        ("srt/arg_groups/x.py", "@of('LlamaForCausalLM')\ndef f(o):\n    if x:\n        o['dtype'] = 'half'\n", True),
+        ("srt/speculative/other_worker.py", "server_args.dtype = name_of(target.dtype)\n", True),
+    ],
+)
+def test_dtypes_that_the_engine_chooses_for_both(ask, path, text, chosen):
+    """For an architecture, by a condition or a table; or by a worker that lends its drafter the target's."""
+    files = {**TYPED, f"sglang/{path}": textwrap.dedent(TYPED.get(f"sglang/{path}", "")) + text}
+    assert ask(files, target={"torch_dtype": "float16"}).fits is chosen
+
+
 # Flags, and what is faked
 
 
@@ -350,6 +468,8 @@ def test_an_embedding_that_cannot_be_borrowed(ask):
             "a tree of 7 tokens at most",
         ),
         ({"speculative_use_rejection_sampling": True}, "draft vocabulary of 20 tokens"),
+        ({"speculative_num_steps": 0, "speculative_eagle_topk": 1}, "--speculative-num-steps is 0"),
+        ({"speculative_num_steps": 3, "speculative_eagle_topk": 0}, "--speculative-eagle-topk is 0"),
     ],
 )
 def test_flags_that_do_not_go_together(ask, flags, words):
@@ -380,6 +500,56 @@ def test_acceptance_that_is_made_up(ask, tmp_path):
     source = open_engine("sglang", tmp_path / "engine")
     report = check(tmp_path / "target", tmp_path / "drafter", source, {}, {"SGLANG_SIMULATE_ACC_LEN": "3"})
     assert the(report, "SGLANG_SIMULATE_ACC_LEN=3 is set").severity == "silent" and not report.fits
+
+
+def test_no_number_for_acceptance_that_is_made_up(ask, tmp_path):
+    ask()
+    source = open_engine("sglang", tmp_path / "engine")
+    report = check(tmp_path / "target", tmp_path / "drafter", source, {}, {"SGLANG_SIMULATE_ACC_LEN": "abc"})
+    assert report.fits and ["SGLang does as without it" in p.consequence for p in report.problems].count(True) == 1
+
+
+def test_steps_that_a_worker_can_do_without(ask):
+    files = {**SGLANG, WORKER: SGLANG[WORKER] + "\n\n        IDLE = spec.speculative_num_steps == 0\n"}
+    none = {"speculative_num_steps": 0, "speculative_eagle_topk": 1}
+    assert the(ask(files, flags=none), "nothing is ever drafted").severity == "silent"
+
+
+def test_another_algorithm(ask):
+    problem = the(ask(flags={"speculative_algorithm": "EAGLE"}), "under EAGLE3 only (model_executor/model_runner.py:")
+    assert problem.severity == "silent"
+    the(ask(flags={"speculative_algorithm": "ngram"}), "--speculative-algorithm ngram", "is not run")
+    assert ask(flags={"speculative_algorithm": "eagle3"}).fits
+
+
+def test_pipeline_stages_by_the_engine_s_own_check(ask):
+    checks = """
+def check_all(args):
+    if not args.enable_watermark:
+        return
+    if args.pp_size > 1:
+        raise ValueError("not with watermarks")
+
+
+def check_sizes(args):
+    cfg = resolving_view(args)
+    if cfg.pp_size > 1:
+        check_stages(cfg)
+
+
+def check_stages(cfg):
+    assert cfg.disable_overlap_schedule, "not with overlap"
+    assert cfg.speculative_algorithm is None, "stages cannot speculate"
+"""
+    args = textwrap.dedent(SGLANG["sglang/srt/server_args.py"]).replace(
+        "page_size: int = None", "page_size: int = None\n    pp_size: int = 1\n    enable_watermark: bool = False"
+    )
+    files = {**SGLANG, "sglang/srt/server_args.py": args + checks}
+    assert ask(files).fits and ask(files, flags={"pp_size": 1}).fits
+    for flag in ("pp_size", "pipeline_parallel_size"):
+        problem = the(ask(files, flags={flag: 2}), "--pp-size 2", "stages cannot speculate")
+        assert problem.severity == "fails" and "--tp-size" in problem.fix
+    assert ask({**files, "sglang/srt/server_args.py": args}, flags={"pp_size": 2}).fits  # one that can
 
 
 # The matrix

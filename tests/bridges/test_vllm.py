@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 from bridges import pairs
 from bridges.engines import VLLM, edited, write
+from bridges.wheels import engine
 from drafter import folders
 
 from eyas.bridges.check import check
 from eyas.bridges.code.source import open_engine
+from eyas.bridges.flags import Given
 from eyas.bridges.matrix import matrix
 from eyas.bridges.report import Problem, Report
+from eyas.bridges.vllm.launch import arguments
+from eyas.core import UsageError
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 RUNNER = "vllm/v1/worker/gpu_model_runner.py"
@@ -170,3 +174,150 @@ def test_the_matrix(tmp_path):
     }
     assert rows["SplitForCausalLM"].reason == "differs by platform: cannot or ready"
     assert rows["SilentForConditionalGeneration"].inner == "LlamaForCausalLM"
+
+
+# vLLM as published
+
+
+@pytest.fixture
+def published(tmp_path: Path):
+    def run(target: Any = None, flags: Any = None, environment: Any = None, **drafter: Any) -> Report:
+        folder = pairs.target(tmp_path / "target", target)
+        made = pairs.drafter(tmp_path / "drafter", drafter.pop("dialect", "vllm"), **drafter)
+        return check(folder, made, engine("vllm-0.32.0"), flags or {}, environment or {})
+
+    return run
+
+
+def alarms(report: Report) -> list[Problem]:
+    return [p for p in report.problems if p.severity != "note"]
+
+
+def architecture(name: str, **more: Any) -> dict[str, Any]:
+    return {**pairs.TARGET, "architectures": [name], "model_type": "x", **more}
+
+
+RUNNERS = pytest.mark.parametrize("runner", ["0", "1"])
+VISION = {
+    "text_config": pairs.TARGET,
+    "vision_config": {"model_type": "vision"},
+    "image_token_id": 3,
+    "image_token_index": 3,
+}
+
+
+@RUNNERS
+@pytest.mark.parametrize("name", ["Olmo2ForCausalLM", "SmolLM3ForCausalLM", "FlexOlmoForCausalLM"])
+def test_targets_on_transformers_own_modules(published, name, runner):
+    """transformers/base.py: the table of layers is filled while the model is built; outputs of layers are recorded."""
+    environment = {"VLLM_USE_V2_MODEL_RUNNER": runner}
+    assert not alarms(published(architecture(name), environment=environment))
+    assert not alarms(published(architecture(name), environment=environment, **{IDS: [1, 5, 10]}))
+    (problem,) = alarms(published(architecture(name), environment=environment, **{IDS: [0, 4, 6]}))
+    assert "entry id 0 is the output of layer -1" in problem.evidence and problem.severity == "fails"
+    other_ids(published(architecture(name), environment=environment, dialect="sglang"), runner, "base.py:841")
+
+
+def other_ids(report: Report, runner: str, where: str) -> None:
+    """V1 takes nested output ids for entry ids; V2 does not see them, and its default is right."""
+    found = [
+        f"captures entry ids {[1, 4, 6]}; the drafter listens to {[2, 5, 7]}" in p.evidence for p in alarms(report)
+    ]
+    assert found == ([True] if runner == "0" else []) and all(where in p.evidence for p in alarms(report))
+
+
+def test_a_target_that_vllm_does_not_register(published):
+    (problem,) = alarms(published(architecture("NewForCausalLM")))
+    assert problem.severity == "undecided" and "(TransformersForCausalLM)" in problem.evidence
+    (problem,) = alarms(published(architecture("NewMoeForCausalLM", num_experts=4)))
+    assert "(TransformersMoEForCausalLM)" in problem.evidence
+    (problem,) = alarms(published({**VISION, "architectures": ["NewVL"]}))
+    assert "(TransformersMultiModalForCausalLM)" in problem.evidence
+    (problem,) = alarms(published(architecture("NewForCausalLM"), {"model_impl": "vllm"}))
+    assert problem.severity == "fails" and "registers none such" in problem.evidence
+    report = published(architecture("Qwen2ForCausalLM"), {"model_impl": "transformers"})
+    assert not alarms(report) and any("TransformersForCausalLM" in f.value for f in report.facts)
+
+
+@RUNNERS
+@pytest.mark.parametrize(
+    "target",
+    [
+        *map(architecture, ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM")),
+        {**VISION, "architectures": ["Qwen3VLForConditionalGeneration"]},
+        {**VISION, "architectures": ["Qwen2_5_VLForConditionalGeneration"]},
+        {**VISION, "architectures": ["Llama4ForConditionalGeneration"]},
+    ],
+    ids=lambda target: target["architectures"][0],
+)
+def test_the_default_layers_of_targets_that_ask_for_their_text_config(published, target, runner):
+    environment = {"VLLM_USE_V2_MODEL_RUNNER": runner}
+    assert not alarms(published(target, environment=environment, **{IDS: ...}))
+    other_ids(published(target, environment=environment, dialect="sglang"), runner, "captures")
+
+
+def test_rope_under_an_older_name(published):
+    """SpecForge's drafters for Qwen2.5-VL: vLLM takes mrope for default, and refuses it without its sections."""
+    inner = folders.SPECULATORS["transformer_layer_config"]
+
+    def roped(**scaling: Any) -> list[Problem]:
+        return alarms(published(transformer_layer_config={**inner, "rope_scaling": scaling}))
+
+    assert not roped(type="mrope", mrope_section=[1, 1, 2])
+    (problem,) = [p for p in roped(type="mrope") if p.severity == "fails"]
+    assert "Legacy rope_type 'mrope' requires" in problem.evidence and problem.consequence == "dies at the start"
+    assert any("RoPE scaling linear" in p.evidence for p in roped(type="linear", factor=2.0)) is False
+
+
+@pytest.mark.parametrize("named", [[None], [3], [["x"]], -1, "x"])
+def test_an_architecture_that_is_no_name(published, named):
+    report = published(architectures=named, speculators_model_type=..., model_type="llama")
+    assert not report.fits and all(p.evidence and p.fix for p in report.problems if p.severity == "fails")
+
+
+def test_a_drafter_without_a_theta(published):
+    inner = {**folders.SPECULATORS["transformer_layer_config"], "rope_theta": None}
+    found = published(transformer_layer_config=inner).problems
+    assert not any("RoPE theta" in p.evidence for p in found)  # what transformers makes of it is not known here
+
+
+@pytest.mark.parametrize("depth", [10**8, 10**30])
+def test_a_depth_that_nobody_could_load(published, depth):
+    report = published({**pairs.TARGET, "num_hidden_layers": depth}, **{IDS: ...})
+    assert "undecided" in {p.severity for p in report.problems}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"rejection_sample_method": "strict"}, '"standard" or "synthetic" or "block"'),
+        ({"draft_sample_method": 3}, '"greedy" or "probabilistic"'),
+        ({"draft_tensor_parallel_size": 0}, "takes at least 1"),
+        ({"draft_tensor_parallel_size": 3}, "cannot be other value than 1 or target model"),
+        ({"num_speculative_tokens": 0}, "takes more than 0"),
+        ({1: 2}, "1 is no field"),
+    ],
+)
+def test_values_that_the_speculative_config_does_not_take(published, given, words):
+    config = {"method": "eagle3", "num_speculative_tokens": 3, **given}
+    (problem,) = alarms(published(flags={"speculative_config": config}))
+    assert problem.severity == "fails" and words in problem.evidence
+
+
+def test_a_file_with_a_key_that_is_no_name():
+    with pytest.raises(UsageError, match="speculative-config in the file has the key 1, which is not a name"):
+        arguments(Path("t"), Path("d"), Given((), {"speculative_config": {1: 2}}))
+
+
+@pytest.mark.parametrize(
+    ("given", "flags"),
+    [
+        ({"rejection_sample_method": "block", "draft_sample_method": "probabilistic"}, {}),
+        ({"draft_tensor_parallel_size": 2}, {"tensor_parallel_size": 2}),
+        ({"draft_tensor_parallel_size": 1}, {"tp": 8}),
+        ({"quantization": None, "max_model_len": 4096, "attention_backend": "FLASH_ATTN"}, {}),
+    ],
+)
+def test_values_that_it_does(published, given, flags):
+    config = {"method": "eagle3", "num_speculative_tokens": 3, **given}
+    assert not alarms(published(flags={"speculative_config": config, **flags}))

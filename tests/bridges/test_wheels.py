@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from functools import cache
@@ -119,6 +120,116 @@ def _pair(folder: Path):
     return open_target(pairs.target(folder / "target")), checkpoint, dialects.read(checkpoint)
 
 
+# Dtypes, algorithms and stages
+
+
+RULES = {"sglang-0.5.8": "configs/model_config.py:", "sglang-0.5.9": "configs/model_config.py:1119"}
+RULES["sglang-0.5.23"] = "configs/model_config.py:2284"
+BF16, FP16 = {"torch_dtype": "bfloat16"}, {"torch_dtype": "float16"}
+
+
+@pytest.mark.parametrize("name", SGLANG)
+def test_a_drafter_of_another_dtype(ask, tmp_path, name):
+    """PR 25894: the drafter is built in its own dtype, and fed the target's states."""
+    problem = the(ask(name, {**pairs.TARGET, **BF16}, **FP16), "dtype")
+    assert f"{tmp_path / 'target' / 'config.json'} has torch_dtype bfloat16" in problem.evidence
+    assert f"{tmp_path / 'drafter' / 'config.json'} has torch_dtype float16" in problem.evidence
+    assert RULES[name] in problem.evidence and problem.issue.endswith("/25894") and problem.severity == "fails"
+    assert re.search(r"fc \(models/llama_eagle3\.py:\d+\) gets states of another dtype", problem.consequence)
+    assert "--dtype bfloat16" in problem.fix
+    assert "no torch_dtype, which makes the drafter float16" in the(ask(name, {**pairs.TARGET, **BF16}), "dty").evidence
+    assert ask(name, {**pairs.TARGET, **BF16}, flags={"dtype": "bfloat16"}, **FP16).fits
+    assert ask(name, {**pairs.TARGET, **BF16}, dtype="bfloat16").fits
+
+
+@pytest.mark.parametrize(("name", "known"), [("sglang-0.5.9", False), ("sglang-0.5.23", True)])
+def test_the_dtype_of_a_model_inside_another(ask, name, known):
+    """Its own config decides; where that has none, 0.5.23 lends it the outer one, before it transformers may."""
+
+    def found(outer: dict, inner: dict, drafter: dict) -> list[Problem]:
+        kimi = {**pairs.KIMI, **outer, "text_config": {**pairs.KIMI["text_config"], **inner}}
+        return [p for p in ask(name, kimi, **drafter).problems if "dtype" in p.evidence]
+
+    assert not found(BF16, {"dtype": "bfloat16"}, BF16) and not found({}, BF16, {"dtype": "bfloat16"})
+    (problem,) = found(BF16, FP16, BF16)
+    assert "text_config.torch_dtype float16, which makes the target float16" in problem.evidence
+    assert [p.severity for p in found(BF16, {}, BF16)] == ([] if known else ["note"])
+    assert [p.severity for p in found(BF16, {}, FP16)] == (["fails"] if known else [])
+
+
+@pytest.mark.parametrize("name", ["sglang-0.5.9", "sglang-0.5.23"])
+def test_a_dtype_that_sglang_chooses(ask, name):
+    """Some architectures get bfloat16 whatever is asked for, and so do their drafters; Gemma gets it by default."""
+    for architecture in ("PixtralForConditionalGeneration", "GptOssForCausalLM"):
+        report = ask(name, {**pairs.TARGET, **BF16, "architectures": [architecture]})
+        assert not [p for p in report.problems if "dtype" in p.evidence]
+    report = ask(name, {**pairs.TARGET, "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]})
+    the(report, "no torch_dtype, which makes the target bfloat16", "no torch_dtype, which makes the drafter float16")
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "stages"),
+    [
+        ("sglang-0.5.9", "model_runner.py:364", "server_args.py:5137 raises AssertionError"),
+        ("sglang-0.5.23", "spec_aux_hidden_state.py:193", "validation_hook.py:132 raises AssertionError"),
+    ],
+)
+def test_flags_that_no_eagle3_drafter_can_have(ask, name, where, stages):
+    problem = the(ask(name, flags={"speculative_algorithm": "EAGLE"}), "under EAGLE3 only", where)
+    assert problem.severity == "silent" and "skips fc" in problem.consequence
+    wider = {"target_hidden_size": 48, "tensors": {"fc.weight": pairs.zeros(32, 144)}}
+    report = ask(name, {**pairs.TARGET, "hidden_size": 48}, flags={"speculative_algorithm": "NEXTN"}, **wider)
+    assert the(report, "NEXTN").severity == "fails"
+    the(ask(name, flags={"pp_size": 2}), stages, "Pipeline parallelism")
+
+
+@pytest.mark.parametrize("name", SGLANG)
+def test_a_drafter_quantised_like_its_target(ask, tmp_path, name):
+    """--quantization is inherited; AWQ reads its parameters from files, FP8 needs none, and there is a way out."""
+    awq = {"quantization": "awq"}
+    problem = the(ask(name, flags=awq), "--quantization awq goes for the drafter", "quant_config.json", "unquant")
+    assert problem.severity == "fails" and "while the drafter is loaded" in problem.consequence
+    for flags in ({"quantization": "fp8"}, {**awq, "speculative_draft_model_quantization": "unquant"}, {}):
+        assert ask(name, flags=flags).fits
+    own = {"speculative_draft_model_quantization": "awq"}
+    the(ask(name, flags=own), "--speculative-draft-model-quantization awq goes for the drafter")
+    (tmp_path / "drafter" / "quantize_config.json").write_text("{}")
+    assert ask(name, flags=awq).fits
+
+
+def test_the_embedding_as_a_state(ask):
+    """0.5.9's Llama adds a residual that is not there yet; its Qwen2 asks first, and 0.5.23 too."""
+    embedding = {"eagle_config": {IDS: [-1, 4, 6]}, "flags": {"disable_cuda_graph": True}}
+    problem = the(ask("sglang-0.5.9", **embedding), "models/llama.py:383 adds the residual", "TypeError")
+    assert problem.severity == "fails"
+    for target in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        assert ask("sglang-0.5.9", {**pairs.TARGET, "architectures": [target]}, **embedding).fits
+    assert ask("sglang-0.5.23", **embedding).fits
+
+
+@pytest.mark.parametrize("name", SGLANG)
+def test_an_empty_list_of_ids(ask, name):
+    problem = the(ask(name, eagle_config={IDS: []}), f"{IDS} is []", "no layer is captured, fc takes 3 states")
+    assert problem.severity == "fails" and problem.fix.startswith(f"remove {IDS}")
+
+
+@pytest.mark.parametrize("name", ["sglang-0.5.9", "vllm-0.32.0"])
+@pytest.mark.parametrize("kind", ["frobnicate", ["llama"], "", None])
+def test_a_model_type_that_nobody_knows(ask, name, kind):
+    report = ask(name, dialect="sglang", model_type=kind, architectures=["LlamaForCausalLMEagle3"])
+    (problem,) = [p for p in report.problems if f"has model_type {kind!r}, which neither" in p.evidence]
+    assert problem.severity == "fails" and "dies at the start" in problem.consequence
+
+
+@pytest.mark.parametrize("name", SGLANG)
+def test_a_drafter_that_no_conversion_helps(ask, name):
+    """A speculators drafter whose residual starts normed: what would be refused is said at once."""
+    report = ask(name, dialect="vllm")
+    assert the(report, "SGLang has no norm_before_residual").severity == "fails"
+    assert the(report, "no model_type").fix == "no conversion helps, see below"
+    assert "eyas convert" in the(ask(name, dialect="vllm", norm_before_residual=False), "no model_type").fix
+
+
 # Layer ids: place and convention by engine, version, class and runner
 
 
@@ -143,7 +254,12 @@ def test_deepseek_takes_two_conventions_in_recent_versions(ask, name, captured):
 def test_gpt_oss_takes_an_id_equal_to_its_depth_as_it_is(ask):
     config = {**pairs.TARGET, "architectures": ["GptOssForCausalLM"]}
     assert not bad(ask("sglang-0.5.23", config))
-    the(ask("sglang-0.5.23", config, eagle_config={IDS: [1, 4, 10]}), "entry ids end at 10")
+    depth = {"eagle_config": {IDS: [1, 4, 10]}}  # no output id is as high as there are layers
+    assert not bad(ask("sglang-0.5.23", config, **depth))
+    found = ask("sglang-0.5.9", config, **depth, flags={"disable_cuda_graph": True})
+    assert [p.severity for p in bad(found)] == ["fails"]
+    the(found, "gpt_oss.py:1132: entry id 11 is never entered by a target of 10 layers")
+    assert not bad(ask("vllm-0.32.0", config, dialect="sglang", architectures=["Eagle3LlamaForCausalLM"], **depth))
 
 
 @pytest.mark.parametrize(
@@ -371,11 +487,14 @@ def test_what_is_dynamic_is_marked_as_such(name):
 def test_the_matrix_of_vllm_agrees_with_an_independent_listing():
     name, found = "vllm-0.32.0", listing("vllm-0.32.0")
     text, multimodal = found.table("_TEXT_GENERATION_MODELS"), found.table("_MULTIMODAL_MODELS")
-    has = {a for a, cls in {**text, **multimodal}.items() if "SupportsEagle3" in found.bases(cls)}
+    borrowed = {**found.table("_TRANSFORMERS_SUPPORTED_MODELS"), **found.table("_TRANSFORMERS_BACKEND_MODELS")}
+    listed = {**text, **multimodal, **borrowed}
+    has = {a for a, cls in listed.items() if "SupportsEagle3" in found.bases(cls)}
+    assert borrowed.keys() <= has and len(borrowed) == 32
     split = {a for a in has if rows(name)[a].reason.startswith("differs by platform")}
     hollow = {"CohereCompassForConditionalGeneration", "Exaone4_5_ForConditionalGeneration"}
     late = {"Qwen4ExpForConditionalGeneration", "Qwen4ExpForCausalLM"}
-    assert has - split - hollow - late == {a for a in of(name, "ready") if a in text or a in multimodal}
+    assert has - split - hollow - late == {a for a in of(name, "ready") if a in listed}
     for architecture in hollow:  # they inherit the interface, around a model that captures nothing
         assert "must inherit from EagleModelMixin" in rows(name)[architecture].reason
     assert late <= of(name, "undecided") and len(multimodal) == 122 and len(text) == 118

@@ -39,6 +39,15 @@ def test_ids_in_place_of_offsets_are_recognised() -> None:
     assert any("seems to hold target ids" in problem for problem in problems)
 
 
+def test_ids_without_a_mask_are_recognised_where_there_are_many() -> None:
+    """Frequent tokens have neighbours, so that some offset comes twice; ids never do."""
+    ids = np.unique(np.random.default_rng(0).integers(0, 5000, 400))[:300]
+    assert not vocabulary.problems(vocabulary.offsets_from_ids(ids), None, 300, 9000)
+    (said,) = vocabulary.problems(ids, None, 300, 9000)
+    assert "seems to hold target ids" in said
+    assert not vocabulary.problems(vocabulary.offsets_from_ids(np.arange(0, 100, 2)), None, 50, 100)  # few: who knows
+
+
 def test_from_counts_takes_the_most_frequent_ascending() -> None:
     assert vocabulary.from_counts([5, 0, 9, 9, 1], 3).tolist() == [0, 2, 3]
     assert vocabulary.from_counts([5, 0, 9, 9, 1], 3, always=[1]).tolist() == [1, 2, 3]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from eyas.bridges import known_bugs, tokenizers
+from eyas.bridges import architectures, known_bugs, tokenizers
 from eyas.bridges.case import Case
 from eyas.bridges.code.source import EngineSource, collector_paused
 from eyas.bridges.report import Fact, Problem, Report
@@ -31,6 +31,8 @@ def check(
     """``source`` None is Eyas's own engine. Raises UsageError or CheckpointError for what cannot be read at all."""
     model, checkpoint = open_target(target), Checkpoint.open(drafter)
     reading = dialects.read(checkpoint)
+    if source is not None:  # Eyas's own loader keeps to the dialect
+        reading = dialects.for_target(reading, model.layers)
     report = Report(source.label if source else "eyas", str(model.folder), str(checkpoint.path))
     report.facts += list(_facts(model, reading))
     report.problems += _pair(model, reading, checkpoint.config, source is None)
@@ -38,6 +40,7 @@ def check(
         case = Case(source, model, checkpoint, reading, flags or {}, os.environ if environment is None else environment)
         with collector_paused():
             (sglang if source.name == "sglang" else vllm).check(case, report)
+            report.problems += architectures.unknown_model_type(case)
         report.problems += known_bugs.problems(case)
     report.problems += tokenizers.problems(model.folder, checkpoint.folder)
     report.problems = report.sorted_problems()

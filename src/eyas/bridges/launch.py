@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from eyas import __version__, progress
-from eyas.bridges import holders, plugin
+from eyas.bridges import converting, holders, plugin
 from eyas.bridges.check import check
 from eyas.bridges.code.source import EngineSource, open_engine
 from eyas.bridges.failures import COMMON, Diagnosis, diagnose, exception_of, failing_lines
@@ -252,11 +252,19 @@ def _supplied(asked: Asked, report: Report) -> list[Problem]:
 
 
 def _conversion(plan: Plan, drafter: Path, report: Report, wrong: Sequence[Problem]) -> Conversion:
-    """Raises DoesNotFitError where it would not help: the drafter has the engine's dialect, or is not at fault."""
+    """Raises DoesNotFitError where it would not help: the drafter has the engine's dialect, cannot be written in it, or
+    is not at fault.
+    """
     checkpoint = Checkpoint.open(drafter)
-    dialects = (read(checkpoint).dialect, _engine(plan.asked).DIALECT)
+    reading = read(checkpoint)
+    dialects = (reading.dialect, _engine(plan.asked).DIALECT)
     if dialects[0] == dialects[1] or any(problem.plugin for problem in wrong):
         raise DoesNotFitError(report, wrong)
+    if refused := list(converting.refusals(reading, dialects[1], plan.source)):
+        said = {problem.evidence for problem in wrong}
+        more = [problem for problem in refused if problem.evidence not in said]
+        report.problems = replace(report, problems=[*report.problems, *more]).sorted_problems()
+        raise DoesNotFitError(report, [*wrong, *more])
     files = sorted({tensor.file for tensor in checkpoint.tensors.values()})
     engine = f"{plan.source.name}-{re.sub(r'[^0-9A-Za-z.+-]', '-', plan.source.version) or 'unknown'}"
     facts = [__version__, engine, str(plan.target), str(checkpoint.path), json.dumps(checkpoint.config, sort_keys=True)]

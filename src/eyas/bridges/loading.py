@@ -125,9 +125,9 @@ def _rope(case: Case, loaded: Loaded) -> Iterator[Problem]:
         )
         theta = kwargs.get("base", table.get("rope_theta", call.argument(3, "base")))
         kind = table.get("rope_type", table.get("type", "default"))
-        read = {"theta": (theta, wanted["rope_theta"]), "scaling": (kind, wanted["rope_type"])}
+        read = {"theta": (theta, wanted.get("rope_theta")), "scaling": (kind, wanted.get("rope_type"))}
         for name, (found, meant) in read.items():
-            if found is not UNKNOWN and found != meant and found is not None:
+            if found is not UNKNOWN and found != meant and None not in (found, meant):
                 yield Problem(
                     "silent",
                     f"{case.source.short(loaded.instance.ref.module)} reads RoPE {name} {found}, the drafter "

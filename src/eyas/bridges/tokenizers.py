@@ -41,12 +41,18 @@ def _vocabulary(target: Path, drafter: Path) -> Iterator[Problem]:
         tables.append(table)
         sizes.append(len(table))
     differing = sum(tables[0].get(token) != index for token, index in tables[1].items())
-    if differing or sizes[0] != sizes[1]:
+    if differing:
         yield Problem(
             "silent",
             f"{drafter}: {differing} of {sizes[1]} tokens have another id in the target's, which has {sizes[0]}",
             "it drafts tokens that mean something else to the target: acceptance near zero",
             "take the drafter of this target",
+        )
+    elif sizes[0] != sizes[1]:
+        yield Problem(
+            "note",
+            f"{drafter}: its {sizes[1]} tokens are the target's, which has {sizes[0] - sizes[1]} more",
+            "the drafter was trained without those: text that holds them may be drafted less well",
         )
 
 

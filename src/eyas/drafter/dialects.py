@@ -106,6 +106,15 @@ def read(checkpoint: Checkpoint) -> Reading:
     return Reading(dialect, evidence, architectures, config, ids, names, tuple(refused or problems), bool(refused))
 
 
+def for_target(reading: Reading, layers: int | None) -> Reading:
+    """``reading`` as a target of so many layers decides it: an id equal to their number can only be an entry id."""
+    ids = reading.layer_ids
+    if ids.convention != "output" or max(ids.written) != layers:
+        return reading
+    entry = replace(ids, convention="entry")
+    return replace(reading, layer_ids=entry, config=replace(reading.config, aux_layer_ids=entry.entry))
+
+
 def recognise(raw: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
     """The dialect of a config, and what in it says so."""
     keys = [key for key in _SPECULATORS_KEYS if key in raw]

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Ids = NDArray[np.int64]
+_MANY = 256  # frequent tokens of which no two are neighbours: nobody has such a vocabulary
 
 
 def ids_from_offsets(d2t: ArrayLike) -> Ids:
@@ -47,7 +48,8 @@ def problems(d2t: ArrayLike, t2d: ArrayLike | None, draft_vocab_size: int, vocab
         differing = int((mask != membership(ids, vocab_size)).sum())
         if differing:
             found.append(f"t2d: disagrees with d2t on {differing} tokens: the two maps are of different vocabularies")
-    if found and not _id_problems(offsets, vocab_size):
+    scattered = mask is None and len(offsets) >= _MANY and bool((np.diff(offsets.astype(np.int64)) > 0).all())
+    if (found or scattered) and not _id_problems(offsets, vocab_size):
         found.append("d2t: its numbers are distinct ids as they stand: it seems to hold target ids, not offsets from i")
     return found
 

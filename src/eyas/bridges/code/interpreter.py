@@ -27,6 +27,7 @@ from eyas.bridges.code.values import (
     Function,
     Instance,
     Leaf,
+    Nothing,
     Parameters,
     Raised,
     Record,
@@ -90,6 +91,15 @@ class Interpreter(Objects):
 
     def method(self, owner: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         return self.call(self.attribute(owner, name), *args, **kwargs)
+
+    def build(self, instance: Instance, lenient: bool = False) -> Instance:
+        if self._depth:
+            return super().build(instance, lenient)
+        self._steps = 0
+        try:
+            return super().build(instance, lenient)
+        except (_OutOfSteps, RecursionError):
+            return instance
 
     def block(self, module: str, body: list[ast.stmt], names: Mapping[str, Any]) -> dict[str, Any]:
         """Runs statements out of the middle of a function, given some of its names; gives all of them."""
@@ -352,7 +362,7 @@ class Interpreter(Objects):
         elif isinstance(target, ast.Subscript):
             container, key = self.evaluate(target.value, frame), self.evaluate(target.slice, frame)
             fits = isinstance(container, dict) or (isinstance(container, list) and key in range(len(container)))
-            if plain(key) and fits:
+            if _keys([key]) and fits:
                 held = isinstance(container, list) or key in container
                 container[key] = join([container[key], value]) if self._doubt and held else value
             elif not plain(key):
@@ -412,7 +422,7 @@ class Interpreter(Objects):
 
     def _get_set(self, node: ast.Set, frame: Frame) -> Any:
         items = self._elements(node.elts, frame)
-        return set(items) if plain(items) else UNKNOWN
+        return set(items) if _keys(items) else UNKNOWN
 
     def _elements(self, nodes: list[ast.expr], frame: Frame) -> Any:
         found: list[Any] = []
@@ -432,8 +442,10 @@ class Interpreter(Objects):
             key, value = key_node and self.evaluate(key_node, frame), self.evaluate(value_node, frame)
             if key_node is None and isinstance(value, dict):
                 made |= value
-            elif key_node is not None and plain(key):
+            elif key_node is not None and _keys([key]):
                 made[key] = value
+            else:
+                return UNKNOWN
         return made
 
     def _get_joinedstr(self, node: ast.JoinedStr, frame: Frame) -> Any:
@@ -444,11 +456,11 @@ class Interpreter(Objects):
         left, right = self.evaluate(node.left, frame), self.evaluate(node.right, frame)
         operation = _BINARY.get(type(node.op))
         sound = all(plain(side) or isinstance(side, list | tuple | dict) for side in (left, right))
-        if operation is None or not sound:
+        if operation is None or not sound or _too_long(node.op, left, right):
             return UNKNOWN
         try:
             return operation(left, right)
-        except (TypeError, ValueError, ZeroDivisionError) as error:
+        except (TypeError, ValueError, ArithmeticError, LookupError, MemoryError) as error:
             if left is None or right is None:
                 raise Raised("TypeError", str(error), self._where(node, frame)) from None
             return UNKNOWN
@@ -502,7 +514,8 @@ class Interpreter(Objects):
         if isinstance(node.slice, ast.Slice):
             bounds = node.slice.lower, node.slice.upper, node.slice.step
             parts: list[Any] = [None if bound is None else self.evaluate(bound, frame) for bound in bounds]
-            return owner[slice(*parts)] if isinstance(owner, list | tuple | str) and plain(parts) else UNKNOWN
+            numbers = all(part is None or isinstance(part, int) for part in parts) and parts[2] != 0
+            return owner[slice(*parts)] if isinstance(owner, list | tuple | str) and numbers else UNKNOWN
         key = self.evaluate(node.slice, frame)
         if isinstance(owner, Parameters) and key in owner.known:
             owner.known[key].filled = True
@@ -526,11 +539,11 @@ class Interpreter(Objects):
 
     def _get_setcomp(self, node: ast.SetComp, frame: Frame) -> Any:
         found = self._comprehend(node.elt, node.generators, frame)
-        return set(found) if plain(found) else UNKNOWN
+        return set(found) if _keys(found) else UNKNOWN
 
     def _get_dictcomp(self, node: ast.DictComp, frame: Frame) -> Any:
         pairs = self._comprehend(ast.Tuple([node.key, node.value], ast.Load()), node.generators, frame)
-        return dict(pairs) if isinstance(pairs, list) and all(plain(key) for key, _ in pairs) else UNKNOWN
+        return dict(pairs) if isinstance(pairs, list) and _keys([key for key, _ in pairs]) else UNKNOWN
 
     def _comprehend(self, element: ast.expr, generators: list[ast.comprehension], frame: Frame) -> Any:
         inner = Frame(frame.module, dict(frame.names), frame.owner, frame.bound)
@@ -569,7 +582,12 @@ class Interpreter(Objects):
         if not isinstance(args, list):
             return UNKNOWN
         special = self._language(name, args) if isinstance(node.func, ast.Name) or name == "cast" else ABSENT
-        return self.apply(function, args, kwargs, name, self._where(node, frame)) if special is ABSENT else special
+        if special is not ABSENT:
+            return special
+        if isinstance(function, Nothing):
+            for given in (*node.args, *(keyword.value for keyword in node.keywords)):
+                self._unlearn(given, frame, set())  # whoever it is may fill what it is given
+        return self.apply(function, args, kwargs, name, self._where(node, frame))
 
     def _language(self, name: str, args: list[Any]) -> Any:
         """Functions of the language that look into objects. ABSENT: it is none of them."""
@@ -637,7 +655,24 @@ def _possible(names: Mapping[str, Any], name: str, value: Any, doubtful: bool) -
     return join([names[name], value]) if doubtful and name in names else value
 
 
+def _keys(values: Any) -> bool:
+    """Whether these are known, and could be keys of a dictionary."""
+    try:
+        set(values)
+    except TypeError:
+        return False
+    return plain(values)
+
+
+def _too_long(kind: ast.operator, left: Any, right: Any) -> bool:
+    """Whether ``left * right`` repeats something more often than a check could follow."""
+    sides = ((left, right), (right, left)) if isinstance(kind, ast.Mult) else ()
+    return any(isinstance(a, list | tuple | str) and type(b) is int and len(a) * b > _STEPS for a, b in sides)
+
+
 def _items(value: Any) -> list[Any] | None:
+    if isinstance(value, range) and value[_STEPS:]:
+        return None  # longer than what a check follows
     if isinstance(value, Parameters) and not value.unknown:
         return list(value.known.items())
     ours = list | tuple | set | frozenset | dict | range | str | type({}.items()) | type({}.keys()) | type({}.values())
@@ -652,7 +687,10 @@ def _compare(kind: ast.cmpop, left: Any, right: Any, where: str) -> bool | None:
     if isinstance(kind, ast.Is):
         return _identical(left, right)
     if isinstance(kind, ast.In):
-        return _contains(right, left)
+        try:
+            return _contains(right, left)
+        except TypeError as error:
+            raise Raised("TypeError", str(error), where) from None
     if isinstance(kind, ast.Eq) and None in (left, right):
         return _identical(left, right)
     if not plain(left) or not plain(right):

@@ -50,6 +50,7 @@ _BUILTINS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 _TYPES: dict[str, type] = {"list": list, "tuple": tuple, "dict": dict, "str": str, "int": int, "bool": bool, "set": set}
 _EMPTY = ("torch.nn.Module", "typing.Protocol", "typing.Generic", "abc.ABC", "builtins.object")  # bring nothing of ours
+_MOST = 100_000  # items of a range: a config may say anything
 _ITSELF = ("to", "eval", "cuda", "cpu", "half", "float", "requires_grad_", "train")  # methods of a module
 
 
@@ -139,7 +140,8 @@ class Objects:
             return UNKNOWN
         if not member.is_method:
             node = getattr(member.node, "value", None)
-            return UNKNOWN if node is None else self.evaluate(node, Frame(member.owner.module, {}, member.owner))
+            found = UNKNOWN if node is None else self.evaluate(node, Frame(member.owner.module, {}, member.owner))
+            return UNKNOWN if found in ({}, []) else found  # filled at run time
         assert isinstance(member.node, ast.FunctionDef | ast.AsyncFunctionDef)
         decorators = {dotted_name(d).split(".")[-1] for d in member.node.decorator_list}
         bound = None if "staticmethod" in decorators else Class(value.ref) if "classmethod" in decorators else value
@@ -283,6 +285,8 @@ class Objects:
             return decisive if decisive in answers else UNKNOWN if None in answers else not decisive
         shallow = name in ("len", "list", "tuple", "dict", "enumerate", "zip", "reversed", "print")
         if name not in _BUILTINS or not (shallow or plain(args)) or any(isinstance(a, Nothing | Either) for a in args):
+            return UNKNOWN
+        if name not in ("len", "max", "min") and any(isinstance(a, range) and a[_MOST:] for a in args):
             return UNKNOWN
         return _exact(_BUILTINS[name], args, kwargs, where)
 

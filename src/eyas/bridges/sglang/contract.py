@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from eyas.bridges import architectures, loading
+from eyas.bridges import architectures, converting, loading
 from eyas.bridges.case import Case
 from eyas.bridges.code.classes import ClassRef, Undecided
 from eyas.bridges.code.values import Instance, Raised, Record, Tensor, truth
 from eyas.bridges.loading import Loaded
 from eyas.bridges.report import Fact, Problem, Report
-from eyas.bridges.sglang import flags, layers
+from eyas.bridges.sglang import dtypes, flags, layers, quantization
 from eyas.bridges.sglang.calls import Call, calls, facts, find_architecture
 from eyas.bridges.wrapping import Wrapped, look_inside
 
@@ -23,7 +24,7 @@ def check(case: Case, report: Report) -> None:
     report.problems += found
     contract = calls(case.classes, arguments)
     report.problems += target_problems(case, contract, arguments, report)
-    report.problems += drafter_problems(case, contract, report)
+    report.problems += drafter_problems(case, contract, arguments, report)
 
 
 # The target
@@ -110,10 +111,14 @@ def remedy(engine: str, wrapped: Wrapped, undecided: bool) -> str:
 # The drafter
 
 
-def drafter_problems(case: Case, contract: list[Call], report: Report) -> Iterator[Problem]:
+def drafter_problems(case: Case, contract: list[Call], arguments: Record, report: Report) -> Iterator[Problem]:
     config = case.drafter_config()
     if "model_type" not in config.values:
-        yield architectures.no_model_type(case)
+        nameless = architectures.no_model_type(case)
+        # the checkpoint's own problems are said already, whatever the engine
+        refused = [] if case.reading.problems else list(converting.refusals(case.reading, "sglang", case.source))
+        yield replace(nameless, fix="no conversion helps, see below") if refused else nameless
+        yield from refused
         return
     named = architecture(case, config)
     classes = find_architecture(case.classes, named)
@@ -124,9 +129,11 @@ def drafter_problems(case: Case, contract: list[Call], report: Report) -> Iterat
     report.facts.append(Fact("drafter class", f"{ref.name} ({case.source.short(ref.module)}:{ref.line})"))
     yield from _drafter_interface(case, ref, contract)
     interpreter = case.interpreter(facts(case.classes) | {"speculative_draft_window_size": None})
-    arguments = {"config": config, "quant_config": None}
-    loaded = loading.load(case, ref, interpreter, arguments, config, _share(case))
+    given = {"config": config, "quant_config": None}
+    loaded = loading.load(case, ref, interpreter, given, config, _share(case))
     yield from loading.problems(case, loaded)
+    yield from dtypes.problems(case, arguments.values.get("dtype", "auto"), ref)
+    yield from quantization.problems(case)
     yield from _length(case)
     seen = {"vision_config", "audio_config"} & case.target.config.keys()
     if seen and "mm_input_embeds" not in case.source.text(ref.module):

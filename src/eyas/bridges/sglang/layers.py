@@ -10,7 +10,8 @@ from typing import Any
 
 from eyas.bridges import layers
 from eyas.bridges.case import Case
-from eyas.bridges.code.values import UNKNOWN, Instance, plain
+from eyas.bridges.code.classes import ClassRef
+from eyas.bridges.code.values import UNKNOWN, Instance, Raised, plain
 from eyas.bridges.report import Problem
 from eyas.bridges.sglang.calls import IDS, MODELS, Call, facts
 
@@ -36,13 +37,13 @@ def problems(case: Case, target: Instance, setters: list[Call], flags: dict[str,
     for call in setters:
         capture = run_setter(case, target, call, written if _arguments(call) else None)
         if capture is None:
-            yield _does_nothing(target, call, case)
+            yield _none_named(case, where) if written == [] and _arguments(call) else _does_nothing(target, call, case)
             return
         captures.append((call, capture))
     for call, capture in captures[-1:]:
         evidence = f"{capture.where}, called by {call.site.at(case.source)}, ids read at {where}"
-        yield from layers.judge(case, capture.ids, evidence)
-        yield from _beyond(case, capture)
+        unfit = [*_beyond(case, capture), *_before_the_first(case, capture)]
+        yield from unfit or layers.judge(case, capture.ids, evidence)
     yield from _graphs(case, captures, flags)
 
 
@@ -104,12 +105,20 @@ def _does_nothing(target: Instance, call: Call, case: Case) -> Problem:
     )
 
 
+def _none_named(case: Case, where: str) -> Problem:
+    return Problem(
+        "fails",
+        f"{IDS} is [], read at {where}: no layer is captured, fc takes {case.reading.config.num_aux} states",
+        "the target returns no states for the drafter: dies at the first forward, or at graph capture",
+        f"remove {IDS} from the drafter's config.json: without the key SGLang takes its default layers",
+    )
+
+
 def _beyond(case: Case, capture: Capture) -> Iterator[Problem]:
     """Layers are looked at as they are entered, so the state after the last needs code of its own."""
-    n = case.target.layers
+    n, module = case.target.layers, _module(case, capture)
+    text = case.source.text(module) if module else ""
     for index in [i for i in capture.ids or [] if n is not None and i >= n]:
-        path = capture.where.split(":")[0]
-        text = next((case.source.text(m) for m in case.source.modules if case.source.short(m) == path), "")
         if index == n and re.search(
             r"(end_layer|num_(hidden_)?layers|len\(self\.layers\)) (not )?in self\.layers_to_cap", text
         ):
@@ -120,6 +129,59 @@ def _beyond(case: Case, capture: Capture) -> Iterator[Problem]:
             "one state is missing: dies at the first forward, the states are not as wide as fc",
             "the ids are of another target, or in the other convention: " + layers.PROBE,
         )
+
+
+def _before_the_first(case: Case, capture: Capture) -> Iterator[Problem]:
+    """What enters layer 0 is the embedding alone: there is no residual yet, and some add it without asking."""
+    for module in _models_of(case, _module(case, capture)) if 0 in (capture.ids or []) else []:
+        for function in ast.walk(case.source.tree(module)):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            for loop in [node for node in ast.walk(function) if isinstance(node, ast.For)]:
+                try:
+                    _enter_first(case, module, function, loop)
+                except Raised as raised:
+                    yield Problem(
+                        "fails",
+                        f"{capture.where}: entry id 0 is what enters the first layer, and {raised.where} adds the "
+                        f"residual to it, which is None there: {raised.kind}",
+                        "dies at the first forward, or at graph capture",
+                        "take a drafter that does not listen to the embedding, a newer SGLang, or vLLM",
+                    )
+                    return
+
+
+def _enter_first(case: Case, module: str, function: ast.FunctionDef, loop: ast.For) -> None:
+    """Runs what a loop over the layers captures before the first of them. Raises Raised where that dies."""
+    nothing = [
+        target.id
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and node.value.value is None
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    ]
+    for test in [n for statement in loop.body for n in ast.walk(statement) if isinstance(n, ast.If)]:
+        if not re.search(r"\w+ in self\.layers_to_capture", ast.unparse(test.test)):
+            continue
+        terms = [n for part in test.body for n in ast.walk(part) if isinstance(n, ast.BinOp)]
+        states = [side.id for n in terms for side in (n.left, n.right) if isinstance(side, ast.Name)]
+        known = dict.fromkeys(states, 0) | dict.fromkeys(nothing, None) | {ast.unparse(loop.target): 0}
+        interpreter = case.interpreter(facts(case.classes))
+        interpreter.believed.add(module)
+        interpreter.block(module, test.body, known)
+
+
+def _module(case: Case, capture: Capture) -> str:
+    path = capture.where.split(":")[0]
+    return next((module for module in case.source.modules if case.source.short(module) == path), "")
+
+
+def _models_of(case: Case, module: str) -> list[str]:
+    """A module of models, and those that its classes inherit from."""
+    names = [node.name for node in case.source.tree(module).body if isinstance(node, ast.ClassDef)] if module else []
+    refs = [ref for name in names if (ref := case.classes.class_in(module, name))]
+    above = [a.module for ref in refs for a in case.classes.ancestry(ref)[0] if isinstance(a, ClassRef)]
+    return list(dict.fromkeys([m for m in (module, *above) if m and f"/{MODELS}" in m]))
 
 
 def _graphs(case: Case, captures: list[tuple[Call, Capture]], flags: dict[str, Any]) -> Iterator[Problem]:

@@ -19,6 +19,7 @@ from eyas.bridges.vllm.loader import Loader
 MODELS = ("model_executor/models/", "models/")
 REGISTRY = "vllm/model_executor/models/registry.py"
 INTERFACES = "vllm/model_executor/models/interfaces.py"
+_MOST_LAYERS = 10_000  # of a model that anybody could load
 _FACTS = {
     "is_last_rank": True, "is_first_rank": True, "world_size": 1, "model_parallel_is_initialized": False,
     "method": "eagle3", "parallel_drafting": False, "use_aux_hidden_state_outputs": True,
@@ -43,6 +44,23 @@ def find_architecture(classes: Classes, name: str) -> list[ClassRef]:
     """Several where the class differs by platform."""
     place = tables(classes).get(name)
     return _classes(classes, place) if place else []
+
+
+def fallback(classes: Classes, config: Record) -> list[ClassRef]:
+    """The class around transformers' own modules, by vLLM's own choice: for a target that it does not register."""
+    module = classes.source.module("vllm.config.model")
+    ref = classes.class_in(module, "ModelConfig") if module else None
+    if ref is None or not classes.find(ref, "_get_transformers_backend_cls"):
+        return []
+    text = config.text_config()
+    known = {
+        "hf_config": config, "hf_text_config": text, "is_moe": any("expert" in key for key in text.values),
+        "architectures": [], "runner": "auto",
+    }  # fmt: skip
+    run = Interpreter(classes, {}, {})
+    run.believed.add(ref.module)
+    name = run.method(Instance(ref, attrs=known, ready=True, opaque=True), "_get_transformers_backend_cls")
+    return find_architecture(classes, name) if isinstance(name, str) else []
 
 
 @lru_cache(maxsize=8)
@@ -75,13 +93,20 @@ def prepared(interpreter: Interpreter, sizes: dict[str, int | None]) -> Interpre
     known = {"get_vocab_size": sizes["vocab_size"], "get_total_num_hidden_layers": sizes["num_hidden_layers"]}
     interpreter.facts |= _FACTS | {name: size for name, size in known.items() if size is not None}
     interpreter.overrides |= {
-        "make_layers": lambda count, *a, **k: (0, count, [UNKNOWN] * count) if isinstance(count, int) else UNKNOWN,
+        "make_layers": lambda count, *a, **k: _layers(count),
         "with_hf_config": lambda config, *a, **k: vllm_config(config),
-        "init_vllm_registered_model": lambda *a, **k: _registered(interpreter.classes, **k),
+        "init_vllm_registered_model": lambda *a, **k: _registered(interpreter, *a, **k),
+        "initialize_model": lambda *a, **k: _initialised(interpreter, *a, **k),
         "AutoWeightsLoader": lambda module, *a, **k: Loader(interpreter, module),
         "SupportsMultiModal.get_language_model": lambda wrapper, *a: language_model(interpreter, wrapper),
     }
     return interpreter
+
+
+def _layers(count: Any) -> Any:
+    """models/utils.py: from which layer to which this rank has them, and all of them."""
+    known = type(count) is int and 0 <= count <= _MOST_LAYERS
+    return (0, count, [UNKNOWN] * count) if known else UNKNOWN
 
 
 def vllm_config(config: Any, drafter: Record | None = None) -> Record:
@@ -93,9 +118,21 @@ def vllm_config(config: Any, drafter: Record | None = None) -> Record:
     return Record({"model_config": model, "speculative_config": speculative if drafter else UNKNOWN})
 
 
-def _registered(classes: Classes, **given: Any) -> Any:
+def _initialised(interpreter: Interpreter, outer: Any = None, **given: Any) -> Any:
+    """model_loader/utils.py: a model of the class that is passed on, or of the one that the config names."""
+    whole, kind = given.get("vllm_config", outer), given.get("model_class")
+    if isinstance(kind, Class):
+        return Instance(kind.ref, [], {"vllm_config": whole, "prefix": ""})
+    config = interpreter.attribute(interpreter.attribute(whole, "model_config"), "hf_config")
+    return _registered(interpreter, hf_config=config) if kind is None else UNKNOWN
+
+
+def _registered(interpreter: Interpreter, outer: Any = None, **given: Any) -> Any:
     """models/utils.py: an inner model by the architectures that are passed on, or that its own config names."""
-    config, named = given.get("hf_config"), given.get("architectures")
+    classes, config, named = interpreter.classes, given.get("hf_config"), given.get("architectures")
+    if config is None and named is not None:  # then it is the outer one
+        whole = given.get("vllm_config", outer)
+        config = interpreter.attribute(interpreter.attribute(whole, "model_config"), "hf_config")
     if named is None and isinstance(config, Record):
         named = config.values.get("architectures")
     found = (

@@ -11,15 +11,16 @@ from typing import Any
 
 from eyas.bridges import architectures, layers, loading
 from eyas.bridges.case import Case
-from eyas.bridges.code.classes import Undecided
+from eyas.bridges.code.classes import FunctionRef, Undecided
 from eyas.bridges.code.interpreter import Interpreter
-from eyas.bridges.code.values import UNKNOWN, Instance, Raised, Record, plain, truth
+from eyas.bridges.code.values import UNKNOWN, Function, Instance, Raised, Record, plain, truth
 from eyas.bridges.loading import Loaded
 from eyas.bridges.report import Fact, Problem, Report
 from eyas.bridges.vllm import flags
 from eyas.bridges.vllm.calls import (
     Runner,
     drafter_classes,
+    fallback,
     find_architecture,
     image_lookups,
     names_of,
@@ -50,7 +51,9 @@ def interpreter(case: Case) -> Interpreter:
 
 def targets(case: Case, config: Record) -> list[Instance]:
     """One object of every class that the target may be of, by platform."""
-    classes = find_architecture(case.classes, case.target.architecture)
+    classes = [] if _forced(case) == "transformers" else find_architecture(case.classes, case.target.architecture)
+    if not classes and case.target.architecture and _forced(case) in ("auto", "transformers"):
+        classes = fallback(case.classes, case.target_config())
     return [
         Instance(ref, [], {"vllm_config": vllm_config(case.target_config(), config), "prefix": ""}) for ref in classes
     ]
@@ -59,11 +62,24 @@ def targets(case: Case, config: Record) -> list[Instance]:
 # The target
 
 
+def _forced(case: Case) -> Any:
+    return case.flags.get("model_impl", "auto")
+
+
 def target_problems(case: Case, config: Record, report: Report) -> Iterator[Problem]:
     found = targets(case, config)
     if not found:
         yield architectures.unknown_target(case)
         return
+    if not find_architecture(case.classes, case.target.architecture):
+        yield Problem(
+            "undecided",
+            f"{case.source.label} registers no {case.target.architecture or 'model without a name'}: it is run by "
+            f"transformers' own modules, if those of its transformers can be ({found[0].ref.name})",
+            "dies before loading where they cannot",
+            f"take a {case.source.name} that has it (eyas check --matrix lists what this one has), or see that its "
+            "transformers does",
+        )
     places = " or ".join(f"{t.ref.name} ({case.source.short(t.ref.module)}:{t.ref.line})" for t in found)
     report.facts.append(Fact("target class", places + (" by platform" if len(found) > 1 else "")))
     default, *others = usable(case)
@@ -122,6 +138,14 @@ def runner_problems(case: Case, runner: Runner, target: Instance, config: Record
         yield from layers.judge(case, None, f"{target.ref.name}: {reason} ({at})")
         return
     ids, where = found
+    if run.calls.get("OutputRecorder") and min(ids) < 1:
+        yield Problem(
+            "fails",
+            f"{where}: entry id {min(ids)} is the output of layer {min(ids) - 1}, which is not there",
+            "dies after target and drafter are loaded: KeyError",
+            "transformers' own modules give outputs of layers only: a drafter with other layer ids, or Eyas itself",
+        )
+        return
     yield from layers.judge(case, ids, f"{where}, called by {at} ({runner.label} model runner)")
 
 
@@ -173,21 +197,56 @@ def drafter_config(case: Case) -> tuple[Record, list[Problem]]:
     """The config object that vLLM makes of the drafter's config.json, and what it refuses."""
     raw = dict(case.checkpoint.config)
     if _SPECULATORS in raw:
-        return _speculators(case, raw)
+        record, found = _speculators(case, raw)
+        return record, [*found, *_rope_names(case, record)]
     record = case.drafter_config(raw)
     if "model_type" not in raw:
         return record, [architectures.no_model_type(case)]
+    found = list(_rope_names(case, record))
     module = case.source.module("vllm.transformers_utils.configs.eagle")
     ref = case.classes.class_in(module, "EAGLEConfig") if module else None
     if ref is not None:
         run = interpreter(case)
         run.believed.add(ref.module)
-        run.build(Instance(ref, [], {"model": record, "method": "eagle3"}), lenient=True)
-        named = [
-            kwargs["architectures"] for _, kwargs in run.calls.get("__init__", []) if plain(kwargs.get("architectures"))
-        ]
+        try:
+            run.build(Instance(ref, [], {"model": record, "method": "eagle3"}))
+        except Raised as raised:
+            found.append(_refused(raised, "architectures is a list of one name"))
+        named = [kwargs.get("architectures") for _, kwargs in run.calls.get("__init__", [])]
+        named = [names for names in named if isinstance(names, list) and plain(names)]
         record.values["architectures"] = named[-1] if named else UNKNOWN
-    return record, []
+    return record, found
+
+
+def _refused(raised: Raised, fix: str) -> Problem:
+    evidence = f"{raised.where} raises {raised.kind}: {raised.message}"
+    return Problem("fails", evidence, "dies at the start", f"{fix}: correct the drafter's config.json")
+
+
+def _rope_names(case: Case, record: Record) -> Iterator[Problem]:
+    """transformers_utils/config.py: older names of RoPE kinds are replaced by those of today, or refused."""
+    module = case.source.module("vllm.transformers_utils.config")
+    for function in _rope_patches(case.source.tree(module)) if module else ():
+        for key in ("rope_parameters", "rope_scaling"):
+            if isinstance(table := record.values.get(key), dict):
+                record.values[key] = table = dict(table)
+                run = interpreter(case)
+                run.believed.add(str(module))
+                try:
+                    run.call(Function(FunctionRef(str(module), function)), table)
+                except Raised as raised:
+                    yield _refused(raised, f"{key} names one kind of RoPE, with what belongs to it")
+
+
+def _rope_patches(tree: ast.Module) -> list[ast.FunctionDef]:
+    """The functions, mostly one inside another, that write "rope_type" into the table they are given."""
+    found = []
+    for node in ast.walk(tree):
+        given = node.args.args[0].arg if isinstance(node, ast.FunctionDef) and node.args.args else ""
+        written = [n for n in ast.walk(node) if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store)]
+        if isinstance(node, ast.FunctionDef) and f"{given}['rope_type']" in map(ast.unparse, written):
+            found.append(node)
+    return [f for f in found if not any(other is not f and other in ast.walk(f) for other in found)]
 
 
 def _speculators(case: Case, raw: dict[str, Any]) -> tuple[Record, list[Problem]]:

@@ -143,6 +143,8 @@ def _asked(given: Given) -> tuple[dict[str, Any], list[str]]:
     written = given.file.get("speculative_config", {})
     if not isinstance(written, dict):
         raise UsageError(f"--config: speculative-config in the file is {written!r}, not keys and their values")
+    if wrong := [name for name in written if not isinstance(name, str)]:
+        raise UsageError(f"--config: speculative-config in the file has the key {wrong[0]!r}, which is not a name")
     return {_key(name): value for name, value in written.items()} | config, rest
 
 
