@@ -233,7 +233,7 @@ def test_a_config_of_junk_that_means_nothing_loads(tmp_path: Path) -> None:
     [
         ({"target_hidden_size": 48}, "made for a target of hidden size 32, this target's is 48"),
         ({"target_vocab_size": 100}, "made for a target of vocabulary size 64, this target's is 100"),
-        ({"num_target_layers": 6}, r"entry ids \[2, 5, 7\] \(output ids \[1, 4, 6\]\), but this target has 6 layers"),
+        ({"num_target_layers": 5}, r"entry ids \[2, 5, 7\] \(output ids \[1, 4, 6\]\), but this target has 5 layers"),
     ],
 )
 def test_the_wrong_target(tmp_path: Path, target: dict, expected: str) -> None:
@@ -245,10 +245,13 @@ def test_a_shallow_target_has_no_default(tmp_path: Path) -> None:
 
 
 def test_layers_in_the_other_convention_can_be_given(tmp_path: Path) -> None:
-    folder = write(tmp_path, eagle_config={IDS: [2, 5, 10]})  # gpt-oss drafters: entry ids where output ids belong
+    folder = write(tmp_path / "one", eagle_config={IDS: [2, 5, 11]})
     assert "give aux_layer_ids" in error(folder)
     model = load_drafter(folder, **TARGET, dtype=torch.float32, aux_layer_ids=(2, 5, 10))
     assert model.aux_layer_ids == (2, 5, 10)
+    # gpt-oss drafters: entry ids where output ids belong, which the last one gives away
+    folder = write(tmp_path / "other", eagle_config={IDS: [2, 5, 10]})
+    assert load_drafter(folder, **TARGET, dtype=torch.float32).aux_layer_ids == (2, 5, 10)
     assert "4 auxiliary layer ids for 3 states" in error(folder, aux_layer_ids=(1, 2, 3, 4))
 
 

@@ -31,9 +31,9 @@ def slow(**settings: Any) -> LLM:
     made = model(**settings)
     step = made.engine.step
 
-    def stepping() -> Any:
+    def stepping(hear: Any) -> Any:
         time.sleep(0.02)
-        return step()
+        return step(hear)
 
     made.engine.step = stepping  # type: ignore[method-assign]
     return made
@@ -390,10 +390,10 @@ def test_a_step_without_end_ends_all_the_same(monkeypatch, signals, drain_timeou
         made = model()
         step = made.engine.step
 
-        def stepping() -> Any:
+        def stepping(hear: Any) -> Any:
             inside.set()
             assert go_on.wait(PATIENCE)
-            return step()
+            return step(hear)
 
         made.engine.step = stepping  # type: ignore[method-assign]
         return made
@@ -438,11 +438,11 @@ def test_an_engine_that_fails_in_the_middle(caplog):
         engine = server.engine.llm.engine
         step, due = engine.step, threading.Event()
 
-        def failing() -> Any:
+        def failing(hear: Any) -> Any:
             if due.is_set():
                 due.clear()
                 raise RuntimeError("the roof falls in")
-            return step()
+            return step(hear)
 
         engine.step = failing
         client = server.openai()

@@ -63,9 +63,9 @@ def test_an_engine_that_is_stuck(monkeypatch):
         engine = server.engine.llm.engine
         step, go_on = engine.step, threading.Event()
 
-        def stuck() -> Any:
+        def stuck(hear: Any) -> Any:
             assert go_on.wait(PATIENCE)
-            return step()
+            return step(hear)
 
         engine.step = stuck
         for _ in range(3):

@@ -118,6 +118,31 @@ def test_reading_compiled_changes_no_answer(small_llama):
     small_llama._compiled.clear()
 
 
+def test_an_engine_compiles_reading_and_decoding(small_llama, caplog):
+    engine = Engine(small_llama, context_length=100, max_running_requests=1)
+    told = list[tuple[str, float]]()
+    engine.compile(lambda what, share: told.append((what, share)))
+    assert {size[:2] for size in small_llama._compiled} == {(1, ANY), (1, 1)}
+    assert not [record for record in caplog.records if record.name.startswith("eyas")]
+    assert told == [("compiling steps: prompts", 0.0), ("compiling steps: 1 x plain", 0.5)]
+    small_llama._compiled.clear()
+
+
+def test_reading_that_cannot_be_compiled_is_said(small_llama, caplog, monkeypatch):
+    engine, compile_ = Engine(small_llama, context_length=100), small_llama.compile
+
+    def only_sizes(sequences: int, tokens: int | None) -> None:
+        if tokens is None:
+            raise RuntimeError("it wants to know")
+        compile_(sequences, tokens)
+
+    monkeypatch.setattr(small_llama, "compile", only_sizes)
+    engine.compile()
+    assert "Prompts are read without compiled steps (RuntimeError: it wants to know)" in caplog.text
+    assert {size[:2] for size in small_llama._compiled} == {(1, 1)}
+    small_llama._compiled.clear()
+
+
 def test_a_model_with_helpers_is_not_compiled():
     assert not HFTarget(zoo.case("llama4").model).compilable
     assert HFTarget(zoo.case("llama").model).compilable

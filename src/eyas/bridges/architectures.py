@@ -61,5 +61,6 @@ def _is_known(case: Case, kind: str) -> bool:
     files = [folder / name for name in ("configuration_auto.py", "auto_mappings.py")]
     if any(f'("{kind}", ' in file.read_text(encoding="utf-8") for file in files if file.is_file()):
         return True
-    spelled = (f'"{kind}"', f"{kind}=")  # as a string, or as the key of a table
+    # of a config class, or as the key of a table of them
+    spelled = (f'model_type = "{kind}"', f'model_type: str = "{kind}"', f'"{kind}":', f'{kind}="')
     return bool(kind) and any(case.source.containing(spelled).values())

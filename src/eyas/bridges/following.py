@@ -263,7 +263,9 @@ class Server:
             chunk = os.read(self._pipe.fileno(), 1 << 16)
             if self.log is not None:
                 try:
-                    self.log.write(chunk)
+                    written = memoryview(chunk)
+                    while written:  # an unbuffered file may take a part only
+                        written = written[self.log.write(written) :]
                 except OSError as error:
                     raise EyasError(f"the log cannot be written to {self.log.name}: {error.strerror}") from error
             if not chunk:

@@ -72,10 +72,11 @@ def alone(source: EngineSource) -> Iterator[None]:
     package = _root(source) / source.name
     descriptor = os.open(package, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise EyasError(f"another eyas patch is at work in {package}: wait until it has ended") from error
         yield
-    except BlockingIOError as error:
-        raise EyasError(f"another eyas patch is at work in {package}: wait until it has ended") from error
     finally:
         os.close(descriptor)
 

@@ -76,7 +76,7 @@ def convert(
         raise UsageError(f"there is no dialect {dialect!r}; convert to one of {', '.join(writing.DIALECTS)}")
     checkpoint, place = Checkpoint.open(source), Path(out).expanduser()
     check_free(place, checkpoint.path, force, _FILES)
-    reading = dialects.read(checkpoint)
+    reading = dialects.for_target(dialects.read(checkpoint), target.num_hidden_layers if target else None)
     problems = [*reading.problems, *(target.mismatches(reading.config) if target else ())]
     if problems:
         raise refusal(checkpoint.path, problems)

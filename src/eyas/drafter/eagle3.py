@@ -48,6 +48,7 @@ class Eagle3Drafter:
         embed, head = target.get_embed_and_head()
         self.model.bind(embed, head)
         self._compiled.clear()
+        self._states_dtype = embed.dtype  # the target's, which may be another than the drafter's
         # twice the context: longer slots must not change the table, which compiled code is made for
         most = target.context_length or self.model.config.max_position_embeddings
         self.model.reserve_positions(min(rows, 2 * most))
@@ -112,9 +113,8 @@ class Eagle3Drafter:
         tips = DraftStates(self._no_tips(sequences), self._no_tips(sequences))
         counts = torch.ones(sequences, dtype=torch.long, device=self.model.device)
         width = config.num_aux * config.target_hidden_size
-        states, embeds = (
-            counts.new_zeros(sequences, tokens or 48, n, dtype=self.model.dtype) for n in (width, config.hidden_size)
-        )
+        states = counts.new_zeros(sequences, tokens or 48, width, dtype=self._states_dtype)
+        embeds = counts.new_zeros(sequences, tokens or 48, config.hidden_size, dtype=self.model.dtype)
         if tokens is None:
             any_length([states, embeds], dim=1)
         if ("follow", sequences, size) not in self._compiled:

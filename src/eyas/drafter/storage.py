@@ -44,7 +44,7 @@ def load_drafter(
     wrong: file, tensor, expected, found, and what to do.
     """
     checkpoint = Checkpoint.open(path)
-    reading = dialects.read(checkpoint)
+    reading = dialects.for_target(dialects.read(checkpoint), num_target_layers)
     config = reading.config
     if aux_layer_ids is not None:
         config = replace(config, aux_layer_ids=tuple(sorted(aux_layer_ids)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from eyas.core import DraftShape, EyasError, Request, RequestError, SamplingParams, UsageError
+from eyas.core import DraftShape, EyasError, Request, RequestError, SamplingParams, UsageError, one_line
 from eyas.drafter.contract import Drafter, drafted_rows
 from eyas.engine.grammar import Grammars
 from eyas.engine.policy import BatchView, Decision, Fixed, Off, Policy, StepReport, describe
@@ -24,6 +25,8 @@ from eyas.engine.text import TextStream
 from eyas.speculation.sampling import TokenHistory, check_bias, choose, logprobs, needs_history, no_choice
 from eyas.speculation.verify import accept
 from eyas.target.contract import Eagle3Target
+
+logger = logging.getLogger(__name__)
 
 CATCH_UP = 16  # tokens decoded plainly after which the drafter gives a sequence up
 PREFILL_CHUNK = {"cpu": 256, "cuda": 2048}  # tokens of prompts a step: bounds how long others wait for theirs
@@ -131,7 +134,10 @@ class Engine:
             return
         sizes = compiled_sizes(self.scheduler.max_running, self.policy.shapes if self.drafter else ())
         report("compiling steps: prompts", 0.0)
-        self.runner.compile_reading()
+        try:
+            self.runner.compile_reading()
+        except Exception as error:  # a model may do other things with other numbers of tokens
+            logger.warning("Prompts are read without compiled steps (%s: %s)", type(error).__name__, one_line(error))
         for done, (sequences, shape) in enumerate(sizes, start=1):
             report(f"compiling steps: {sequences} x {describe(shape)}", done / (len(sizes) + 1))
             self.runner.compile(sequences, shape)

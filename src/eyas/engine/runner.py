@@ -292,7 +292,12 @@ class Runner:
         return self._tensor([s.ids[-1] if s else 0 for s in batch.rows])
 
     def compile_reading(self) -> None:
-        """Has pieces of prompts that are read one at a time run compiled from now on, however long they are."""
+        """Has pieces of prompts that are read one at a time run compiled from now on, however long they are.
+
+        Not tried on GPUs, where attention asks for masks of certain lengths.
+        """
+        if self.target.device.type != "cpu":
+            return
         self._capture()
         self.target.compile(1, None)
         if self.drafter:

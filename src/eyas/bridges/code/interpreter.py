@@ -691,7 +691,7 @@ def _compare(kind: ast.cmpop, left: Any, right: Any, where: str) -> bool | None:
             return _contains(right, left)
         except TypeError as error:
             raise Raised("TypeError", str(error), where) from None
-    if isinstance(kind, ast.Eq) and None in (left, right):
+    if isinstance(kind, ast.Eq) and (None in (left, right) or (left is right and isinstance(left, Record))):
         return _identical(left, right)
     if not plain(left) or not plain(right):
         return None

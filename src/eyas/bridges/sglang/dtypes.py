@@ -21,7 +21,7 @@ _ISSUE = "https://github.com/sgl-project/sglang/pull/25894"
 _KEYS = ("dtype", "torch_dtype")  # transformers takes the first, and calls both dtype
 _INNER = ("text_config", "llm_config", "language_config", "thinker_config")
 _DEPTH = 2  # a thinker's text model is the deepest that SGLang looks for
-_LENT = "server_args.dtype ="  # a draft worker that gives its drafter the target's
+_LENT = "server_args.dtype = "  # a draft worker that gives its drafter the target's
 
 
 @dataclass(frozen=True)

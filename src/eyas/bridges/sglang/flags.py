@@ -98,7 +98,8 @@ def _too_small(case: Case, arguments: Record) -> Iterator[Problem]:
     """Numbers that the handler let pass, and with which nothing can be drafted."""
     for name in _SHAPE:
         value = arguments.values.get(name)
-        if type(value) is not int or value > 0:
+        least = 2 if name == _SHAPE[2] else 1  # draft tokens: the root counts
+        if type(value) is not int or value >= least:
             continue
         pauses = f"{_SHAPE[0]} == 0"  # a worker that may stop drafting for a while
         idle = name == _SHAPE[0] and value == 0 and case.source.containing([pauses], ["srt/speculative/"])[pauses]

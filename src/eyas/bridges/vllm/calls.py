@@ -13,7 +13,7 @@ from eyas.bridges.code.callers import Site, sites
 from eyas.bridges.code.classes import Classes, ClassRef, FunctionRef
 from eyas.bridges.code.interpreter import Interpreter
 from eyas.bridges.code.source import EngineSource
-from eyas.bridges.code.values import UNKNOWN, Class, Frame, Function, Instance, Record
+from eyas.bridges.code.values import UNKNOWN, Class, Frame, Function, Instance, Raised, Record
 from eyas.bridges.vllm.loader import Loader
 
 MODELS = ("model_executor/models/", "models/")
@@ -55,11 +55,14 @@ def fallback(classes: Classes, config: Record) -> list[ClassRef]:
     text = config.text_config()
     known = {
         "hf_config": config, "hf_text_config": text, "is_moe": any("expert" in key for key in text.values),
-        "architectures": [], "runner": "auto",
+        "architectures": config.values.get("architectures") or [""], "runner": "auto",
     }  # fmt: skip
     run = Interpreter(classes, {}, {})
     run.believed.add(ref.module)
-    name = run.method(Instance(ref, attrs=known, ready=True, opaque=True), "_get_transformers_backend_cls")
+    try:
+        name = run.method(Instance(ref, attrs=known, ready=True, opaque=True), "_get_transformers_backend_cls")
+    except Raised:  # of what it asks of a config that is not known here: vLLM alone can tell
+        return []
     return find_architecture(classes, name) if isinstance(name, str) else []
 
 
