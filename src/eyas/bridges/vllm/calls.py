@@ -55,13 +55,13 @@ def fallback(classes: Classes, config: Record) -> list[ClassRef]:
     text = config.text_config()
     known = {
         "hf_config": config, "hf_text_config": text, "is_moe": any("expert" in key for key in text.values),
-        "architectures": config.values.get("architectures") or [""], "runner": "auto",
+        "architectures": [], "runner": "auto",
     }  # fmt: skip
     run = Interpreter(classes, {}, {})
     run.believed.add(ref.module)
     try:
         name = run.method(Instance(ref, attrs=known, ready=True, opaque=True), "_get_transformers_backend_cls")
-    except Raised:  # of what it asks of a config that is not known here: vLLM alone can tell
+    except Raised:  # older ones look at the first architecture unasked, in tables that vLLM alone knows
         return []
     return find_architecture(classes, name) if isinstance(name, str) else []
 
