@@ -88,6 +88,10 @@ def test_the_matrix_fits_the_screen(eyas, here, monkeypatch, width):
 
 def test_eyas_itself_as_the_engine(eyas, here):
     assert eyas(*arguments(here, engine="local", path=None)).code == 0
+    ids = {"eagle_aux_hidden_state_layer_ids": [2, 5, pairs.LAYERS]}  # the last one can only be an entry id
+    pairs.drafter(here["drafter"], "sglang", eagle_config=ids)
+    ran = eyas(*arguments(here, engine="local", path=None))
+    assert ran.code == 0 and "entry ids [2, 5, 10]" in ran.said
     pairs.target(here["target"], hidden_size=64)
     ran = eyas(*arguments(here, engine="local", path=None))
     assert ran.code == 1 and "made for a target of hidden_size 32, this target's is 64" in ran.said

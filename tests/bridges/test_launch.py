@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from bridges import pairs
 from bridges.launching import engine
 from bridges.wheels import engine as real
@@ -329,6 +330,14 @@ def test_a_drafter_that_cannot_be_converted(ask):
     said = {p.evidence: p for p in error.value.report.problems}
     why = said["SGLang has no norm_before_residual: it adds to the state before the norm"]
     assert "eyas convert --to sglang refuses it" in why.consequence
+    ids = torch.arange(pairs.V).roll(1)
+    whole = {"d2t": ids - torch.arange(pairs.V), "t2d": torch.ones(pairs.V, dtype=torch.bool)}
+    whole["lm_head.weight"] = torch.zeros(pairs.V, pairs.H)
+    with pytest.raises(DoesNotFitError) as error:
+        ask(name="vllm", drafter={"draft_vocab_size": pairs.V, "tensors": whole})
+    assert any(
+        "vLLM refuses d2t where the draft vocabulary is as large" in p.evidence for p in error.value.report.problems
+    )
     assert [p.fix for text, p in said.items() if "no model_type" in text] == ["no conversion helps, see below"]
 
 

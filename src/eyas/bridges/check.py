@@ -30,9 +30,7 @@ def check(
 ) -> Report:
     """``source`` None is Eyas's own engine. Raises UsageError or CheckpointError for what cannot be read at all."""
     model, checkpoint = open_target(target), Checkpoint.open(drafter)
-    reading = dialects.read(checkpoint)
-    if source is not None:  # Eyas's own loader keeps to the dialect
-        reading = dialects.for_target(reading, model.layers)
+    reading = dialects.for_target(dialects.read(checkpoint), model.layers)
     report = Report(source.label if source else "eyas", str(model.folder), str(checkpoint.path))
     report.facts += list(_facts(model, reading))
     report.problems += _pair(model, reading, checkpoint.config, source is None)

@@ -38,7 +38,7 @@ from eyas.bridges.vllm import launch as vllm
 from eyas.core import EyasError, UsageError, one_line
 from eyas.drafter.checkpoint import Checkpoint
 from eyas.drafter.convert import convert
-from eyas.drafter.dialects import read
+from eyas.drafter.dialects import for_target, read
 from eyas.drafter.verifier import Verifier
 from eyas.target.smollm2 import cache_folder
 
@@ -256,11 +256,11 @@ def _conversion(plan: Plan, drafter: Path, report: Report, wrong: Sequence[Probl
     is not at fault.
     """
     checkpoint = Checkpoint.open(drafter)
-    reading = read(checkpoint)
+    reading = for_target(read(checkpoint), open_target(plan.target).layers)
     dialects = (reading.dialect, _engine(plan.asked).DIALECT)
     if dialects[0] == dialects[1] or any(problem.plugin for problem in wrong):
         raise DoesNotFitError(report, wrong)
-    if refused := list(converting.refusals(reading, dialects[1], plan.source)):
+    if refused := list(converting.refusals(checkpoint, reading, dialects[1], plan.source)):
         said = {problem.evidence for problem in wrong}
         more = [problem for problem in refused if problem.evidence not in said]
         report.problems = replace(report, problems=[*report.problems, *more]).sorted_problems()

@@ -81,10 +81,7 @@ def convert(
     if problems:
         raise refusal(checkpoint.path, problems)
     plan = _plan(checkpoint, reading, dialect, target)
-    reasons = writing.cannot_say(plan.config, dialect, plan.reordered)
-    if engine and not reasons:
-        reasons = engines.limits(plan.config, dialect, engine)
-    if reasons:
+    if reasons := _losses(plan, dialect, engine):
         raise refusal(checkpoint.path, reasons, f"this drafter cannot be written for {dialect}")
     try:
         with whole_folder(place) as folder:
@@ -101,6 +98,19 @@ def convert(
         notes=tuple(_notes(checkpoint, reading, plan.config, target)),
         d2t_sha256=plan.d2t_sha256,
     )
+
+
+def losses(checkpoint: Checkpoint, reading: Reading, dialect: str, engine: ReadSource) -> list[str]:
+    """What ``dialect``, or the engine that is to load it, would compute differently: why ``convert`` would refuse.
+
+    ``reading`` is a sound one. Raises UsageError for an engine that cannot run any such drafter.
+    """
+    return _losses(_plan(checkpoint, reading, dialect, None), dialect, engine)
+
+
+def _losses(plan: _Plan, dialect: str, engine: ReadSource | None) -> list[str]:
+    found = writing.cannot_say(plan.config, dialect, plan.reordered)
+    return engines.limits(plan.config, dialect, engine) if engine and not found else found
 
 
 def check_free(out: Path, source: Path, force: bool, ours: Collection[str]) -> None:

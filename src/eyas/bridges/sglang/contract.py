@@ -116,7 +116,8 @@ def drafter_problems(case: Case, contract: list[Call], arguments: Record, report
     if "model_type" not in config.values:
         nameless = architectures.no_model_type(case)
         # the checkpoint's own problems are said already, whatever the engine
-        refused = [] if case.reading.problems else list(converting.refusals(case.reading, "sglang", case.source))
+        asked = case.checkpoint, case.reading, "sglang", case.source
+        refused = [] if case.reading.problems else list(converting.refusals(*asked))
         yield replace(nameless, fix="no conversion helps, see below") if refused else nameless
         yield from refused
         return
