@@ -10,7 +10,7 @@ from typing import Any
 from eyas.core import TargetError, UsageError
 from eyas.files import read_json
 
-_INNER = ("text_config", "llm_config", "language_config", "thinker_config", "text_cfg")  # where wrappers keep the model
+INNER = ("text_config", "llm_config", "language_config", "thinker_config", "text_cfg")  # where wrappers keep the model
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Target:
     def text(self) -> Mapping[str, Any]:
         """The part of the config that describes the language model."""
         config = self.config
-        while inner := next((config[key] for key in _INNER if isinstance(config.get(key), dict)), None):
+        while inner := next((config[key] for key in INNER if isinstance(config.get(key), dict)), None):
             config = inner
         return config
 

@@ -18,7 +18,7 @@ from eyas.speculation.sampling import Rows, draft_scores
 from eyas.speculation.top import largest
 from eyas.speculation.tree import Frontier, TreeBuilder, chain
 from eyas.target.cache import LayerShape, SlotCache, StepCache
-from eyas.target.compiling import ANY, Step, any_length, compiled
+from eyas.target.compiling import ANY, SOME, Step, any_length, compiled
 from eyas.target.contract import Eagle3Target
 
 Views = dict[int, tuple[torch.Tensor, torch.Tensor]]  # by layer: keys and values [B, kv_heads, S, head_dim], to write
@@ -113,8 +113,8 @@ class Eagle3Drafter:
         tips = DraftStates(self._no_tips(sequences), self._no_tips(sequences))
         counts = torch.ones(sequences, dtype=torch.long, device=self.model.device)
         width = config.num_aux * config.target_hidden_size
-        states = counts.new_zeros(sequences, tokens or 48, width, dtype=self._states_dtype)
-        embeds = counts.new_zeros(sequences, tokens or 48, config.hidden_size, dtype=self.model.dtype)
+        states = counts.new_zeros(sequences, tokens or SOME, width, dtype=self._states_dtype)
+        embeds = counts.new_zeros(sequences, tokens or SOME, config.hidden_size, dtype=self.model.dtype)
         if tokens is None:
             any_length([states, embeds], dim=1)
         if ("follow", sequences, size) not in self._compiled:

@@ -116,10 +116,10 @@ class Engine:
             self.reset()
             raise
         outputs = [output for group in plan.groups for output in self._read(group)]
-        if hear is not None and plan.decode:
-            hear(outputs)
-            outputs = []
         if plan.decode:
+            if hear is not None:
+                hear(outputs)
+                outputs = []
             outputs += self._decode(self._batch(plan))
         if self.idle:
             self.scheduler.check()

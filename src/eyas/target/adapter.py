@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from eyas.core import EyasError, TargetError, UsageError
 from eyas.target import special
 from eyas.target.cache import LayerShape, ProbeCache, SlotCache, StepCache
-from eyas.target.compiling import ANY, Step, any_length, compiled
+from eyas.target.compiling import ANY, SOME, Step, any_length, compiled
 from eyas.target.contract import Block, TargetOutput
 from eyas.target.masks import MaskKinds
 from eyas.target.packing import PackedLinear
@@ -212,7 +212,7 @@ class HFTarget:
         size = (sequences, tokens or ANY, self._layer_ids)
         if size in self._compiled:
             return
-        reads, tokens = tokens is None, tokens or 48
+        reads, tokens = tokens is None, tokens or SOME
         length = max(tokens, 64)
         with torch.inference_mode(False):  # as an engine's cache is; the compiler tells the two kinds apart
             cache = self.new_cache(sequences * 2 * length)

@@ -16,6 +16,7 @@ from eyas.target.packing import PRODUCT
 
 Step = Callable[..., Any]
 ANY = 0  # instead of a number of tokens: a step that takes whatever it is given
+SOME = 48  # tokens that such a step is compiled with; another number than all others there, or they are taken for one
 
 
 def compiled(function: Callable[..., Any], *bound: Any) -> Step:

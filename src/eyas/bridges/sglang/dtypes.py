@@ -16,10 +16,10 @@ from eyas.bridges.code.classes import ClassRef
 from eyas.bridges.code.values import Raised, Record
 from eyas.bridges.report import Problem
 from eyas.bridges.sglang.calls import facts
+from eyas.bridges.target import INNER
 
 _ISSUE = "https://github.com/sgl-project/sglang/pull/25894"
 _KEYS = ("dtype", "torch_dtype")  # transformers takes the first, and calls both dtype
-_INNER = ("text_config", "llm_config", "language_config", "thinker_config")
 _DEPTH = 2  # a thinker's text model is the deepest that SGLang looks for
 _LENT = "server_args.dtype = "  # a draft worker that gives its drafter the target's
 
@@ -99,7 +99,7 @@ class _Model:
 
     def _text(self) -> Record:
         """The config of the language model inside, as SGLang finds it."""
-        config = Record(_named(self.raw), frozenset(_INNER))
+        config = Record(_named(self.raw), frozenset(INNER))
         interpreter = self.case.interpreter(facts(self.case.classes))
         found = interpreter.call(interpreter.global_name(self.rule.module, "get_hf_text_config"), config)
         return found if isinstance(found, Record) else config
@@ -142,7 +142,7 @@ def _dtype_names(tree: ast.Module) -> dict[str, Any]:
 
 def _named(raw: Mapping[str, Any], within: int = _DEPTH) -> dict[str, Any]:
     """A config.json with what transformers makes of its dtype, in configs within it too."""
-    held = [key for key in _INNER if within and isinstance(raw.get(key), dict)]
+    held = [key for key in INNER if within and isinstance(raw.get(key), dict)]
     return {**raw, **{key: _named(raw[key], within - 1) for key in held}, "dtype": _stated(raw)[1]}
 
 
@@ -152,7 +152,7 @@ def _stated(raw: Mapping[str, Any]) -> tuple[str, Any]:
 
 def _place(raw: Mapping[str, Any], within: int = _DEPTH) -> tuple[str, Any]:
     """The innermost dtype that is stated, and its key."""
-    for key in _INNER:
+    for key in INNER:
         if within and isinstance(raw.get(key), dict):
             path, value = _place(raw[key], within - 1)
             if value is not None:

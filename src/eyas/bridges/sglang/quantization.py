@@ -17,7 +17,7 @@ _FIX = "--speculative-draft-model-quantization unquant leaves the drafter as it 
 def problems(case: Case) -> Iterator[Problem]:
     """A method whose parameters are read from a file that the drafter does not have."""
     given, method = case.flags.get(_OWN), _method(case)
-    stated = {"quantization_config", "compression_config"} & case.checkpoint.config.keys()
+    stated = any(case.checkpoint.config.get(key) for key in ("quantization_config", "compression_config"))
     if method is None or stated or method in _special(case):
         return
     wanted = _files(case, method)

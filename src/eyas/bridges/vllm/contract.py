@@ -33,6 +33,7 @@ from eyas.bridges.vllm.calls import (
 from eyas.bridges.wrapping import look_inside
 
 _SPECULATORS = "speculators_model_type"
+_ONE_NAME = "architectures is a list of one name: correct the drafter's config.json"
 
 
 def check(case: Case, report: Report) -> None:
@@ -211,7 +212,9 @@ def drafter_config(case: Case) -> tuple[Record, list[Problem]]:
         try:
             run.build(Instance(ref, [], {"model": record, "method": "eagle3"}))
         except Raised as raised:
-            found.append(_refused(raised, "architectures is a list of one name"))
+            named = raw.get("architectures")
+            sound = isinstance(named, list) and len(named) == 1 and isinstance(named[0], str)
+            found.append(_refused(raised, f"eyas convert --to {case.source.name}" if sound else _ONE_NAME))
         named = [kwargs.get("architectures") for _, kwargs in run.calls.get("__init__", [])]
         named = [names for names in named if isinstance(names, list) and plain(names)]
         record.values["architectures"] = named[-1] if named else UNKNOWN
@@ -220,7 +223,7 @@ def drafter_config(case: Case) -> tuple[Record, list[Problem]]:
 
 def _refused(raised: Raised, fix: str) -> Problem:
     evidence = f"{raised.where} raises {raised.kind}: {raised.message}"
-    return Problem("fails", evidence, "dies at the start", f"{fix}: correct the drafter's config.json")
+    return Problem("fails", evidence, "dies at the start", fix)
 
 
 def _rope_names(case: Case, record: Record) -> Iterator[Problem]:
@@ -235,7 +238,9 @@ def _rope_names(case: Case, record: Record) -> Iterator[Problem]:
                 try:
                     run.call(Function(FunctionRef(str(module), function)), table)
                 except Raised as raised:
-                    yield _refused(raised, f"{key} names one kind of RoPE, with what belongs to it")
+                    yield _refused(
+                        raised, f"{key} names one kind of RoPE, with what belongs to it: correct config.json"
+                    )
 
 
 def _rope_patches(tree: ast.Module) -> list[ast.FunctionDef]:
